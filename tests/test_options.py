@@ -29,7 +29,7 @@ def test_words() -> None:
         ("x(a;(b)", "rule 'x(a;(b)' has a parenthesis without its second"),
         ("x(a;;b)", "rule 'x(a;;b)' has an empty member; write as many as there are, as in (A;B)"),
         ("x()", "rule 'x()' has an empty member; write as many as there are, as in (A;B)"),
-        ("x(a) b,c=1", "rule 'x(a) b,c=1': behind its members stands 'b'; write ,option=value"),
+        ("x(a) b,c=1", "rule 'x(a) b,c=1': its members are followed by 'b'; write ,option=value"),
         ("x(a),c", "rule 'x(a),c': 'c' is not of the form option=value"),
     ],
 )

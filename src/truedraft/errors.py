@@ -74,9 +74,9 @@ class OptionError(TruedraftError, ValueError):
 
 _REPLACEMENTS = {
     "drafter early-exit": "self:int4, which drafts with the target itself, too",
-    "option of drafter 'draft' outcomes": "async=1 alone, which drafts behind the likeliest outcome",
+    "option of drafter 'draft' outcomes": "only async=1, which drafts after the likeliest outcome",
     "option of drafter 'ngram' sampled": "nodes: trees are of the likeliest tokens",
-    "option of controller 'goodput' explore": "probing alone: hopes are upper bounds",
+    "option of controller 'goodput' explore": "only probing: estimates are upper bounds",
     "option of drafter 'ngram' branching": "nodes: trees are of the likeliest tokens",
 }
 """Replacements of removed words, by what they named."""
@@ -207,5 +207,5 @@ class MissingExtraError(TruedraftError):
 def first_line(error: BaseException) -> str:
     """First line of another library's error, for use in a sentence."""
     if isinstance(error, pickle.UnpicklingError):  # torch would have one load it with the code that it holds
-        return "it is no pickle of tensors alone"
+        return "it is no pickle of only tensors"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

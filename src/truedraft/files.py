@@ -73,6 +73,15 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise a `DataError` for what cannot be written in the block."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
+        raise DataError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+
+
 def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:
     """A path as a user types it, with ~ expanded.
 

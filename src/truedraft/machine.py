@@ -139,9 +139,9 @@ def free_memory(device: torch.device) -> int | None:
 
     Of the device, or of the system and the control group of this process.
     """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if (on_gpu := gpu_memory(device)) is not None:
+        used, total = on_gpu
+        return total - used
     found = [_system_free(), _group_free()]
     return min((each for each in found if each is not None), default=None)
 

@@ -182,7 +182,8 @@ class Words:
         Raises:
             OptionError: a part is not of that form, or an option is there twice.
         """
-        _check_quotes(what, typed)
+        if typed.count('"') % 2:
+            raise OptionError(f"{what} {typed!r} has a double quote without its second")
         composed = _COMPOSED.match(typed)
         if composed is None:
             head, *parts = _split(typed)
@@ -191,7 +192,7 @@ class Words:
         members, rest = _members(what, typed, composed.end())
         head, *parts = _split(rest)
         if head.strip():
-            raise OptionError(f"{what} {typed!r}: behind its members stands {head.strip()!r}; write ,option=value")
+            raise OptionError(f"{what} {typed!r}: its members are followed by {head.strip()!r}; write ,option=value")
         return cls(what, composed[1], None, _options(what, typed, parts), members)
 
     def check(self, options: Collection[str], takes_path: bool = False, takes_members: bool = False) -> None:
@@ -211,11 +212,6 @@ class Words:
             raise OptionError(f"{self.what} {self.kind!r} has no members, got ({';'.join(self.members)})")
         if takes_members and not self.members:
             raise OptionError(f"{self.what} {self.kind!r} needs members in parentheses: {self.kind}(A;B)")
-
-
-def _check_quotes(what: str, typed: str) -> None:
-    if typed.count('"') % 2:
-        raise OptionError(f"{what} {typed!r} has a double quote without its second")
 
 
 def _options(what: str, typed: str, parts: Sequence[str]) -> dict[str, str]:
@@ -266,11 +262,7 @@ def _members(what: str, typed: str, start: int) -> tuple[list[str], str]:
 
 
 def read_whole(name: str, typed: str) -> int:
-    """Read a whole number.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """A whole number from text, or an `OptionError`."""
     try:
         return int(typed)
     except ValueError as error:
@@ -278,11 +270,7 @@ def read_whole(name: str, typed: str) -> int:
 
 
 def read_number(name: str, typed: str) -> float:
-    """Read a number.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """A number from text, or an `OptionError`."""
     try:
         return float(typed)
     except ValueError as error:
@@ -411,6 +399,12 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+def changed_fields(record: Any) -> list[str]:
+    """Names of a dataclass's fields that differ from their defaults; all fields have one."""
+    usual = type(record)()
+    return [each.name for each in dataclasses.fields(record) if getattr(record, each.name) != getattr(usual, each.name)]
+
+
 def check_whole(name: str, value: object, least: int) -> int:
     """Check for a whole number of at least `least`; one of numpy becomes Python's own.
 
@@ -423,37 +417,23 @@ def check_whole(name: str, value: object, least: int) -> int:
 
 
 def check_share(name: str, value: float) -> None:
-    """Check for a number in [0, 1].
-
-    Raises:
-        OptionError: names the option and its value.
-    """
-    if not _is_number(value) or not 0.0 <= value <= 1.0:
-        raise OptionError(f"must be a number in [0, 1], got {value!r}", field=name)
+    """Refuse anything but a number in [0, 1], by an `OptionError`."""
+    _check_number(name, value, "in [0, 1]", lambda number: 0.0 <= number <= 1.0)
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Check for a finite number of 0 or more.
-
-    Raises:
-        OptionError: names the option and its value.
-    """
-    if not _is_number(value) or not 0.0 <= value < math.inf:
-        raise OptionError(f"must be a number of 0 or more, got {value!r}", field=name)
+    """Refuse anything but a finite number of 0 or more, by an `OptionError`."""
+    _check_number(name, value, "of 0 or more", lambda number: 0.0 <= number < math.inf)
 
 
 def check_positive(name: str, value: float) -> None:
-    """Check for a finite number above 0.
-
-    Raises:
-        OptionError: names the option and its value.
-    """
-    if not _is_number(value) or not 0.0 < value < math.inf:
-        raise OptionError(f"must be a number above 0, got {value!r}", field=name)
+    """Refuse anything but a finite number above 0, by an `OptionError`."""
+    _check_number(name, value, "above 0", lambda number: 0.0 < number < math.inf)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _check_number(name: str, value: object, bounds: str, holds: Callable[[Any], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
+        raise OptionError(f"must be a number {bounds}, got {value!r}", field=name)
 
 
 def imported_module(name: str, what: str) -> ModuleType | None:

@@ -34,7 +34,7 @@ def check_drawing(what: str, instead: str) -> None:
     """
     if not can_draw():
         raise MissingExtraError(
-            f"{what} need matplotlib, which is not installed; `pip install 'truedraft[bench]'` brings it, or {instead}"
+            f"{what} need matplotlib, which is not installed; run `pip install 'truedraft[bench]'`, or {instead}"
         )
 
 

@@ -120,7 +120,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
             ["x", "--num-beams", "4", "--drafter", "prompt-lookup"],
             "must be draft:MODEL, none or auto for a beam search",
         ),
-        (["x", "--num-beams", "4", "--drafter", "draft:x,branching=2-2"], "branching is of drafted trees"),
+        (["x", "--num-beams", "4", "--drafter", "draft:x,branching=2-2"], "branching is for drafted trees"),
         (["x", "--num-beams", "4", "--drafter", "draft:./nowhere"], "there is no folder './nowhere'"),
     ],
     "generate, adapters and controllers": [
@@ -208,7 +208,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--drafters-dir", "nowhere"], "--drafters-dir must be a folder of drafters, and "),
         (["--model", "./nowhere"], "there is no folder"),
         (["./nowhere"], "there is no folder"),
-        (["one", "--model", "two"], "--model is 'two', and 'one' stands behind the command; give one", "model"),
+        (["one", "--model", "two"], "--model is 'two', and the argument is 'one'", "model"),
     ],
     "certify stack": [
         (["--batch", "0"], "--batch must be 1 or more, got 0"),
@@ -221,7 +221,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["--drafter", "medusaa"], "did you mean 'medusa'"),
         (["--prompts", "nowhere.txt"], "no prompts file"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--out", "/dev/null/report"], "cannot write into '/dev/null/report'"),
+        (["--out", "/dev/null/report"], "cannot write '/dev/null/report'"),
     ],
     "certify engine": [
         (["http://127.0.0.1:9"], "127.0.0.1:9"),
@@ -231,12 +231,12 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["http://127.0.0.1:9", "http://127.0.0.1:9"], "unexpected extra argument"),
         (["http://127.0.0.1:9", "--drafter", "none"], "unknown option '--drafter'"),
         (["--process", "os:getcwd", "--max-tokens", "9"], "unknown option '--max-tokens'"),
-        (["--process", "os:getcwd", "--timeout", "9"], "--timeout says nothing of a function"),
-        (["http://127.0.0.1:9", "--seed", "3"], "--seed is for --seed-per-request alone; give that, too"),
+        (["--process", "os:getcwd", "--timeout", "9"], "--timeout is for a server"),
+        (["http://127.0.0.1:9", "--seed", "3"], "--seed needs --seed-per-request; give that, too"),
         (
             ["--process", "os:getcwd"],
             "--process 'os:getcwd' has no argument temperature; name it in the function's signature, or leave "
-            "the option out (the temperature is 1 by default; 0 asks for greedy answers)",
+            "the option out (the temperature is 1 by default; 0 requests greedy answers)",
         ),
         (
             ["--process", "os:getcwd", "--temperature", "0", "--seed-per-request"],

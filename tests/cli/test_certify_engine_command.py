@@ -168,7 +168,7 @@ def test_an_interrupt_says_how_to_go_on(
     done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
     assert done.status == 130 == done.record["status"]
     assert "interrupted; what was answered is kept in" in done.record["error"]
-    assert "the same command goes on from there" in done.record["error"]
+    assert "the same command continues from there" in done.record["error"]
     assert "with --transcript FILE" in run(*words).record["error"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.tiny import Run
 from truedraft import SamplingParams, load_model
-from truedraft.cli.compare import Comparison, Pair, Sides, little_gained, repeated_ngrams
+from truedraft.cli.compare import Comparison, Pair, little_gained, repeated_ngrams, summaries
 from truedraft.core.stats import Counters
 from truedraft.measure.bench import Group, OurEngine, Row, find_difference
 from truedraft.measure.bench.runs import SystemOutput
@@ -33,8 +33,8 @@ def comparison(*pairs: tuple[float, float, tuple[int, ...]], must_agree: bool = 
         (row("plain", str(place), plain_s, (1, 2, 3, 4)), row("speculative", str(place), speculative_s, tokens))
         for place, (plain_s, speculative_s, tokens) in enumerate(pairs)
     ]
-    found = [Pair(Group(both[0].prompts, ((7,),), SamplingParams()), Sides.of(both), both) for both in rows]
-    return Comparison(found, Sides.of([each for both in rows for each in both]), 1, must_agree)
+    found = [Pair(*summaries(both), Group(both[0].prompts, ((7,),), SamplingParams()), both) for both in rows]
+    return Comparison(*summaries([each for both in rows for each in both]), found, 1, must_agree)
 
 
 def test_one_prompt(run: Run, target: str) -> None:
@@ -147,9 +147,9 @@ def test_an_answer_that_ends_early_differs_there(target: str) -> None:
 def test_figures_of_many_prompts() -> None:
     same = (1, 2, 3, 4)
     found = comparison((2.0, 1.0, same), (1.0, 2.0, same), (4.0, 1.0, same))
-    assert [pair.sides.ratio.mean for pair in found.pairs] == pytest.approx([2.0, 0.5, 4.0])
-    assert found.all.ratio.mean == pytest.approx(4.0 ** (1 / 3))
-    assert found.all.ratio.share_faster == pytest.approx(2 / 3)
+    assert [pair.ratio.mean for pair in found.pairs] == pytest.approx([2.0, 0.5, 4.0])
+    assert found.ratio.mean == pytest.approx(4.0 ** (1 / 3))
+    assert found.ratio.share_faster == pytest.approx(2 / 3)
     assert found.identical is True
     plain = found.as_dict()["plain"]
     assert plain["tokens_per_s"] == pytest.approx(2.0) and plain["target_calls"] == 9
@@ -164,7 +164,7 @@ def test_one_odd_prompt_makes_it_not_identical() -> None:
 
 
 def test_answers_without_tokens_are_as_fast_as_each_other() -> None:
-    assert comparison((1.0, 2.0, ())).pairs[0].sides.ratio.mean == 1.0
+    assert comparison((1.0, 2.0, ())).pairs[0].ratio.mean == 1.0
 
 
 def test_repeated_ngrams() -> None:

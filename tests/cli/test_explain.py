@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import Run
-from truedraft.cli.explain import marks_of, timeline, verdict
+from truedraft.cli.report import marks_of, timeline, verdict
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import RequestStep, StepRecord
 from truedraft.engine.policy.decisions import Decisions
@@ -90,7 +90,7 @@ def test_without_a_drafter(run: Run, target: str) -> None:
 def test_one_token_needs_no_decision(run: Run, target: str) -> None:
     words = [word if word != "24" else "1" for word in WORDS]
     result = run("generate", "abc", "--model", target, *words, *FIXED)
-    assert result.status == 0 and "no step came behind the prompt" in result.err
+    assert result.status == 0 and "there was no step after the prompt" in result.err
     assert result.record["decisions"]["steps"] == 0
 
 

@@ -106,7 +106,7 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(
     refused(run("generate", QUESTION, "--model", seeing, "--image", ""), "names no file; give its path")
     told = "the prompt has 2 places for pictures (<image>), and 1 pictures are given"
     refused(run("generate", "<image><image>", "--model", seeing, *image), told)
-    refused(run("generate", QUESTION, "--model", seeing, *image, "--compare"), "--compare takes text alone")
+    refused(run("generate", QUESTION, "--model", seeing, *image, "--compare"), "--compare needs prompts of text")
     refused(run("generate", "--prompts", "heldout", *image), "--image is for one PROMPT")
     bare = tmp_path / "bare"
     shutil.copytree(seeing, bare, ignore=shutil.ignore_patterns("*processor_config.json"))
@@ -133,4 +133,4 @@ def test_lines_that_name_none_are_refused(run: Run, tmp_path: Path, line: dict[s
 def test_other_commands_take_text_alone(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": "a", "images": ["one.png"]}))
-    refused(run("bench", "--prompts", str(file)), "this command takes text alone")
+    refused(run("bench", "--prompts", str(file)), "this command takes only text")

@@ -161,7 +161,7 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     assert runs["context"] == 48 and {"1", "8", "16"} <= set(runs["forward_s"]) and runs["forward_s"]["1"] > 0
     assert runs["weight_bytes"] > 0 and (runs["read_bytes_per_s"] or 1.0) > 0.0
     told = " ".join(result.out.split())
-    assert "one text at a time, since it cannot run packed" in told and "a forward behind 48 tokens: 1 token" in told
+    assert "one text at a time, since it cannot run packed" in told and "a forward after 48 tokens: 1 token" in told
     assert run("info", "--json").record["runs"] is None
     assert all(each["belongs"] is None for each in run("info", "--json").record["drafters"])
 

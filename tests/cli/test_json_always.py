@@ -37,7 +37,7 @@ def interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("words", "module", "name"),
     [
-        (["info"], info, "_native_forward"),
+        (["info"], info, "_rows"),
         (["generate", "x", "--compare"], runs, "_warm_up"),
         (["generate", "x", "--compare"], generate, "stream_answer"),
     ],

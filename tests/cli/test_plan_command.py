@@ -223,7 +223,7 @@ def test_a_load(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path) 
 
 def test_a_load_that_says_nothing_is_refused(run: Run) -> None:
     lone = run("plan", "--token-ms", "5", "--json")
-    assert lone.status == 2 and lone.record["field"] == "token_ms" and "goes with --load" in lone.err
+    assert lone.status == 2 and lone.record["field"] == "token_ms" and "is for --load" in lone.err
     none = run("plan", "--load", "0", "--json")
     assert none.status == 2 and none.record["field"] == "load", "before a model is loaded"
     closed = run("plan", "--alpha", "0.5", "--cost", "0.1", "--load", "5", "--json")

@@ -128,8 +128,8 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
         (("--learn",), "can learn while it serves: heads that were trained, and draft models"),
         (("--learn-keep-s", "9"), "--learn-keep-s has no effect without --learn"),
         (("--learn", "--learn-share", "2"), "--learn-share must lie in (0, 1], got 2.0"),
-        (("--learn", "--learn-per-tenant", "--share-prefixes"), "--learn-per-tenant needs clients that are told apart"),
-        (("--learn", "--learn-per-tenant"), "told apart; give them keys by --api-key-file"),
+        (("--learn", "--learn-per-tenant", "--share-prefixes"), "needs clients that can be distinguished"),
+        (("--learn", "--learn-per-tenant"), "distinguished; give them keys by --api-key-file"),
     ):
         done = run("serve", "--model", "embedded:target", "--drafter", "none", "--port", "0", *words)
         assert done.status == 2 and message in done.err and "Traceback" not in done.err
@@ -207,7 +207,7 @@ def test_once_more_is_the_last_message_of_what_is_remembered(talk: Talk) -> None
     assert done.status == 0, done.err
     assert [turn["message"] for turn in done.record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
     assert len({turn["text"] for turn in done.record["turns"][1:]}) == 1
-    assert "nothing was asked yet" in done.err
+    assert "there is no message yet" in done.err
 
 
 def test_keys_and_values_may_take_three_quarters_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def on_a_terminal() -> tuple[Terminal, io.StringIO]:
 def test_answers_stay_on_standard_output_beside_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     terminal, screen = on_a_terminal()
     terminal.patience_s = 0.0
-    with terminal.progress("answering", 2, beside_output=True) as progress:
+    with terminal.progress("answering", 2, during_output=True) as progress:
         progress(1, "half")
         terminal.write("an answer\n")
     assert capsys.readouterr().out == "an answer\n"

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, warn
 from truedraft.cli.prompts import PromptRequest, read_prompts
-from truedraft.cli.session import sampling_of_each
+from truedraft.cli.session import load_target, loading, prepare_prompts, sampling_of_each, with_model
 from truedraft.cli.streams import say, visible
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import SamplingParams
 from truedraft.errors import DataError, OptionError, TruedraftError
-from truedraft.options import check_whole, option
+from truedraft.options import changed_fields, check_whole, option, record_of
 
 if TYPE_CHECKING:
     from truedraft.cli.generate import GenerateOptions
-    from truedraft.cli.terminal import Terminal
     from truedraft.engine import Beam, BeamAnswer, BeamSearch
 
 _RUNS_OF_ONE_PROMPT = 3
 _EARLY = {"true": True, "false": False, "never": "never"}
-_TAKEN = ("max_tokens",)  # sampling options that beam search uses
 _LEFT_OUT = {
     "stack": ("adapters", "rule", "controller", "plan", "max_cache_bytes", "gpu_memory_utilization"),
     "report": ("show_drafts", "explain"),
@@ -62,9 +61,7 @@ class _Search:
 
     @property
     def counts(self) -> dict[str, Any]:
-        answer = self.answer
-        counts = {"steps": answer.steps, "target_calls": answer.target_calls, "drafted": answer.drafted}
-        return {"elapsed_s": self.elapsed_s} | counts
+        return {"elapsed_s": self.elapsed_s} | record_of(self.answer, "steps", "target_calls", "drafted")
 
 
 @dataclass(slots=True)
@@ -94,8 +91,7 @@ class _Found:
     @property
     def speedup(self) -> float:
         """Time of plain search over that of speculative search, medians of the runs."""
-        plain, speculative = (self.median_s(way) for way in (_PLAIN, _SPECULATIVE))
-        return plain / speculative
+        return self.median_s(_PLAIN) / self.median_s(_SPECULATIVE)
 
     def median_s(self, way: str) -> float:
         return statistics.median(search.elapsed_s for search in self.searches[way])
@@ -110,18 +106,14 @@ def search_beams(options: GenerateOptions) -> int:
     prompts = read_prompts(options.prompts.prompt, options.prompts.prompts, own_options=True)
     seeing = next((each.name for each in prompts if each.images), None)
     if seeing is not None:
-        raise DataError(f"prompt {seeing} has images, and beam search reads text alone; leave out --num-beams, or them")
+        raise DataError(f"prompt {seeing} has images, and beam search reads text only; leave out --num-beams, or them")
     requests = sampling_of_each([(each, options.sampling) for each in prompts])
     for _, params in requests:
         _check_sampling(params)
 
-    from truedraft.cli.session import as_chat, with_model
-    from truedraft.cli.terminal import Terminal
-
     terminal, options = Terminal(), dataclasses.replace(options, stack=with_model(options.stack))
     plain, search = _load(options, terminal)
-    if options.prompts.chat:
-        requests = as_chat(search.target, requests, trust_control_tokens=options.prompts.trust_control_tokens)
+    requests = prepare_prompts(search.target, requests, options.prompts)
     found = [_answer(each, plain, search, options, terminal, single=len(requests) == 1) for each in requests]
     searched = [each for each in found if each.error is None]
     compared = options.report.compare and bool(searched)
@@ -139,16 +131,10 @@ def search_beams(options: GenerateOptions) -> int:
 
 
 def _check(options: GenerateOptions) -> None:
-    """Refuse options that conflict with beam search, or require it.
-
-    Raises:
-        OptionError: names the first such option.
-    """
+    """Refuse options that conflict with beam search, or require it."""
     beams = options.beams
-    if beams.num_beams == 1:
-        for each in dataclasses.fields(BeamOptions):
-            if getattr(beams, each.name) != each.default:
-                raise OptionError("is of beam search; give --num-beams of 2 or more, too", field=each.name)
+    if beams.num_beams == 1 and (given := changed_fields(beams)):
+        raise OptionError("is of beam search; give --num-beams of 2 or more, too", field=given[0])
     if beams.early_stopping not in _EARLY:
         raise OptionError(f"must be true, false or never, got {beams.early_stopping!r}", field="early_stopping")
     if beams.num_return_sequences > beams.num_beams:
@@ -157,43 +143,30 @@ def _check(options: GenerateOptions) -> None:
     if beams.draft_beams is not None:
         check_whole("draft_beams", beams.draft_beams, beams.num_beams)
     for part, names in _LEFT_OUT.items():
-        given = getattr(options, part)
-        defaults = {each.name: each.default for each in dataclasses.fields(given)}
-        for name in names:
-            if getattr(given, name) != defaults[name]:
+        for name in changed_fields(getattr(options, part)):
+            if name in names:
                 raise OptionError("does not go with --num-beams; leave one of them out", field=name)
     _check_sampling(options.sampling)
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    """Refuse options of sampling, of logits and of stopping.
-
-    Raises:
-        OptionError: names the first such option.
-    """
-    defaults = SamplingParams()
-    for each in dataclasses.fields(SamplingParams):
-        if each.name not in _TAKEN and getattr(params, each.name) != getattr(defaults, each.name):
+    """Refuse options of sampling, of logits and of stopping."""
+    for name in changed_fields(params):
+        if name != "max_tokens":
             raise OptionError(
-                "does not go with --num-beams: beam search draws nothing, and takes --max-tokens alone of the options "
+                "does not go with --num-beams: beam search draws nothing, and uses only --max-tokens of the options "
                 "of answers",
-                field=each.name,
+                field=name,
             )
 
 
 def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, BeamSearch]:
-    """Plain search, and search with the draft.
-
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
-    """
-    from truedraft.cli.session import load_target, quiet_hub, waiting
+    """Plain search, and search with the draft."""
     from truedraft.drafters.specs import draft_from_spec
     from truedraft.engine import BeamSearch
-    from truedraft.errors import errors_about
 
     stack, beams = options.stack, options.beams
-    with waiting(terminal.err, f"loading {stack.model}"), quiet_hub(), errors_about("model"):
+    with loading(terminal.err, stack.model):
         target = load_target(stack, options.machine)
         draft = draft_from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
         more: dict[str, Any] = {
@@ -217,11 +190,7 @@ def _answer(
     *,
     single: bool,
 ) -> _Found:
-    """Search the beams of one prompt and write them; if one of several prompts fails, warn and skip it.
-
-    Raises:
-        TruedraftError: the only prompt cannot be answered.
-    """
+    """Search the beams of one prompt and write them; if one of several prompts fails, warn and skip it."""
     from truedraft.engine.prompts import encode_prompt
 
     prompt, params = request
@@ -255,15 +224,12 @@ def _timed(search: BeamSearch, ids: Sequence[int], max_tokens: int) -> _Search:
 
 def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, terminal: Terminal) -> None:
     """Write the requested beams; a single beam of a single prompt without a heading, all others after one."""
-    from rich.rule import Rule as Line
-
     returned = beams[: options.beams.num_return_sequences]
     for number, beam in enumerate(returned, start=1):
         terminal.end_line()
         if name is not None or options.beams.num_return_sequences > 1:
             prefix = "" if name is None else f"{name}, "
-            heading = f"{prefix}beam {number} (score {beam.score:.4f})"
-            terminal.out.print(Line(visible(heading), align="left", style="dim"))
+            terminal.heading(f"{prefix}beam {number} (score {beam.score:.4f})")
         terminal.write(" ".join(map(str, beam.token_ids)) if beam.text is None else visible(beam.text))
         terminal.end_line()
 
@@ -286,16 +252,14 @@ def _print_comparison(
     found: Sequence[_Found], search: BeamSearch, options: GenerateOptions, terminal: Terminal
 ) -> None:
     """Print the table of --compare and its notes."""
-    from truedraft.cli.terminal import print_table
-
     ways = (_PLAIN, _SPECULATIVE)
     rows = [["seconds", *(f"{sum(each.median_s(way) for each in found):.2f}" for way in ways)]]
     for label, count in (("target calls", "target_calls"), ("steps", "steps"), ("drafted nodes", "drafted")):
         rows.append([label, *(f"{sum(each.total(way, count) for each in found):,}" for way in ways)])
     terminal.out.print()
     runs = f"medians of {_RUNS_OF_ONE_PROMPT} runs each way" if len(found) == 1 else f"{len(found)} prompts"
-    terminal.out.print(f"{_what(search, options)}, {runs}", style="dim", soft_wrap=True)
-    print_table(("", *ways), rows, terminal.out)
+    terminal.print(f"{_what(search, options)}, {runs}", style="dim")
+    terminal.table(("", *ways), rows)
     mean = " geometric mean" if len(found) > 1 else ""
     terminal.out.print(f"speed-up:{mean} {_speedup(found):.2f}")
     same = sum(each.identical for each in found)
@@ -304,14 +268,12 @@ def _print_comparison(
 
 
 def _what(search: BeamSearch, options: GenerateOptions) -> str:
+    from truedraft.cli.report import name_and_note
     from truedraft.machine import dtype_name
 
     target, draft = search.target, search.draft
-    name = target.name if target.note is None else f"{target.name} ({target.note})"
-    guesses = "no draft" if draft is None else f"draft {draft.name}, {search.draft_beams} beams of it"
-    if draft is not None and draft.note is not None:
-        guesses += f" ({draft.note})"
-    return f"{name}, {options.beams.num_beams} beams, {guesses}, {dtype_name(target.dtype)}"
+    drafting = "no draft" if draft is None else f"draft {name_and_note(draft)}, {search.draft_beams} beams of it"
+    return f"{name_and_note(target)}, {options.beams.num_beams} beams, {drafting}, {dtype_name(target.dtype)}"
 
 
 def _speedup(found: Sequence[_Found]) -> float:

@@ -12,22 +12,28 @@ from typing import TYPE_CHECKING
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts
 from truedraft.cli.session import (
-    CONTROLLER_HELP,
     DRAFTER_HELP,
-    DRAFTERS_DIR_HELP,
-    PLAN_HELP,
-    RULE_HELP,
     ReportOptions,
+    RunOptions,
+    StackOptions,
+    check_rule,
+    encoded,
+    loading,
+    plan_for,
+    planned_drafter,
+    prepare_prompts,
+    set_threads,
+    with_model,
 )
-from truedraft.cli.streams import say, visible
+from truedraft.cli.streams import say
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
-from truedraft.engine.policy.specs import controller_from_spec, controller_help
+from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, PromptError, errors_about
 from truedraft.files import user_path
-from truedraft.options import MachineOptions, ModelOptions, flag, group, option
+from truedraft.options import MachineOptions, ModelOptions, group, option
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.measure.bench import (
         Circumstances,
         Group,
@@ -40,6 +46,10 @@ if TYPE_CHECKING:
 
 _SHOWN_DIFFERENCES = 5
 _DISTURBED = 0.1
+_NOT_MEASURED = (
+    "drafter", "tensor_parallel", "merge_adapter", "adapters", "max_cache_bytes", "gpu_memory_utilization"
+)  # fmt: skip
+"""Options of a stack that a benchmark does not have; it has several drafters."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,6 @@ class SuiteOptions:
     """What is measured."""
 
     drafter: tuple[str, ...] = option(("auto",), f"{DRAFTER_HELP} May be repeated.", "D", shown_default="auto")
-    drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR", heading="Model and drafter")
-    rule: str = option("speculative", RULE_HELP, "R", heading="Model and drafter")
-    controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C", heading="Model and drafter")
-    plan: Path | None = option(None, PLAN_HELP, "FILE")
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
         HELDOUT,
@@ -58,16 +64,6 @@ class SuiteOptions:
         "Spec-Bench.",
         "SET",
     )
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How it is measured."""
-
-    limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
-    batch: int = option(1, "Prompts that are answered together.", "N", least=1)
-    runs: int = option(1, "How often each way answers each prompt.", "N", least=1)
-    refresh_costs: bool = flag("Measure cost curves again, also where kept ones would do.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class BenchReport(ReportOptions):
 class BenchOptions:
     """Options of `truedraft bench`."""
 
-    model: ModelOptions = group("Model and drafter")
+    stack: StackOptions = group("Model and drafter", without=_NOT_MEASURED)
     what: SuiteOptions = group("What to measure")
     prompt: PromptOptions = group("Prompt", without=("prompt", "prompts", "image"))
     runs: RunOptions = group("Runs")
@@ -91,44 +87,41 @@ class BenchOptions:
 
 
 def bench(options: BenchOptions) -> int:
-    """Measure plain decoding, drafters and other libraries against each other, in turns, on the same prompts."""
-    from truedraft.cli.session import (
-        as_chat,
-        check_rule,
-        encoded,
-        plan_for,
-        planned_drafter,
-        quiet_hub,
-        set_threads,
-        with_model,
-    )
-    from truedraft.cli.terminal import Terminal
-    from truedraft.measure.bench import OutputFolder, check_peers
+    """Measure plain decoding, drafters and other libraries against each other, in alternation, on the same prompts."""
+    from truedraft.measure.bench import OutputFolder, check_peers, load_suite
 
     check_peers(options.what.peer)
     params, out = options.sampling, options.report.out
     out = None if out is None else user_path(str(out))
-    check_rule(options.what.rule, params)
-    controller_from_spec(options.what.controller)  # invalid words are refused before anything is loaded
-    if options.what.plan is not None:
-        drafter = planned_drafter(options.what.plan, options.what.drafter, params)
+    check_rule(options.stack.rule, params)
+    controller_from_spec(options.stack.controller)  # invalid words are refused before anything is loaded
+    if options.stack.plan is not None:
+        drafter = planned_drafter(options.stack.plan, options.what.drafter, params)
         options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
     terminal = Terminal()
     with errors_about("prompts"):
         set_name, prompts = _prompts(options)
     requests = [(each, params) for each in prompts]
-    options = dataclasses.replace(options, model=with_model(options.model))
+    options = dataclasses.replace(options, stack=with_model(options.stack))
     set_threads(options.machine.threads)
     with contextlib.ExitStack() as stack:
         folder = None if out is None else stack.enter_context(OutputFolder(out))
-        with quiet_hub(), errors_about("model"):
-            suite = _load(options, terminal)
-        plan = plan_for(options.what.plan, suite.target)
+        with loading(terminal.err, options.stack.model):
+            suite = load_suite(
+                options.stack,
+                options.machine,
+                tuple(dict.fromkeys(options.what.drafter)),
+                drafters_dir=options.stack.drafters_dir,
+                peers=tuple(dict.fromkeys(options.what.peer)),
+                rule=options.stack.rule,
+                controller=options.stack.controller,
+                batch=options.runs.batch,
+            )
+        plan = plan_for(options.stack.plan, suite.target)
         if plan is not None:
             for each in suite.ours:
                 each.engine.controller.expect(plan.survival)
-        if options.prompt.chat:
-            requests = as_chat(suite.target, requests, trust_control_tokens=options.prompt.trust_control_tokens)
+        requests = prepare_prompts(suite.target, requests, options.prompt)
         groups, failures = encoded(suite.target, requests, options.runs.batch)
         if not groups:
             raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")
@@ -137,7 +130,7 @@ def bench(options: BenchOptions) -> int:
         run = _Run(suite, measured, groups, circumstances)
         results = _measure(run, folder, terminal)
         results.failures[:0] = failures
-        return _tell(run, results, options.report.json, folder, terminal)
+        return _report(run, results, options.report.json, folder, terminal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,38 +151,17 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
     """The name of the set, and the requested number of its prompts."""
     from truedraft.measure.bench import is_question_file, read_questions, spread
 
-    path = user_path(options.what.prompts)
-    if options.what.prompts != HELDOUT and (path.is_dir() or is_question_file(path)):
+    typed, limit = options.what.prompts, options.runs.limit
+    path = user_path(typed)
+    if typed != HELDOUT and (path.is_dir() or is_question_file(path)):
         name, questions = read_questions(path)
-        chosen = spread(questions, options.runs.limit)
-        return name, [NamedPrompt(each.name, each.text) for each in chosen]
-    if options.what.prompts != HELDOUT and not path.suffix and not path.exists():
+        return name, [NamedPrompt(each.name, each.text) for each in spread(questions, limit)]
+    if typed != HELDOUT and not path.suffix and not path.exists():
         raise DataError(
-            f"there is no prompt set {options.what.prompts!r}; give {HELDOUT}, a .jsonl, .json or .txt file, or a "
-            "folder with questions of HumanEval, GSM8K, MT-bench or Spec-Bench"
+            f"there is no prompt set {typed!r}; give {HELDOUT}, a .jsonl, .json or .txt file, or a folder with "
+            "questions of HumanEval, GSM8K, MT-bench or Spec-Bench"
         )
-    name = HELDOUT if options.what.prompts == HELDOUT else path.name
-    return name, spread(read_prompts(None, options.what.prompts), options.runs.limit)
-
-
-def _load(options: BenchOptions, terminal: Terminal) -> Suite:
-    """Load the systems under test; a terminal shows the progress."""
-    from truedraft.cli.session import waiting
-    from truedraft.measure.bench import load_suite
-
-    what = options.what
-    drafters, peers = tuple(dict.fromkeys(what.drafter)), tuple(dict.fromkeys(what.peer))
-    with waiting(terminal.err, f"loading {options.model.model}"):
-        return load_suite(
-            options.model,
-            options.machine,
-            drafters,
-            drafters_dir=what.drafters_dir,
-            peers=peers,
-            rule=what.rule,
-            controller=what.controller,
-            batch=options.runs.batch,
-        )
+    return HELDOUT if typed == HELDOUT else path.name, spread(read_prompts(None, typed), limit)
 
 
 def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
@@ -228,11 +200,11 @@ def _circumstances(
 
     machine, target = machine_facts(), suite.target
     return Circumstances(
-        **dataclasses.asdict(options.model),
+        **{each.name: getattr(options.stack, each.name) for each in dataclasses.fields(ModelOptions)},
         note=target.note,
         drafters=tuple(suite.our_names[1:]),
         peers=tuple(dict.fromkeys(options.what.peer)),
-        rule=options.what.rule,
+        rule=options.stack.rule,
         dtype=dtype_name(target.dtype),
         device=str(target.device),
         threads=machine["threads"],
@@ -248,11 +220,11 @@ def _circumstances(
         weight_bytes=target.weight_bytes or None,
         machine=machine,
         lossless=suite.lossless,
-        controller=options.what.controller,
+        controller=options.stack.controller,
     )
 
 
-def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
+def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
     """Print and write the results; returns the exit status."""
     from truedraft.measure.bench import (
         answered_prompts,
@@ -268,12 +240,12 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
     suite, measured, circumstances = run.suite, run.measured, run.circumstances
     names = [each.name for each in suite.systems]
     summaries = summarise(results.rows, names, suite.our_names, measured.memory(suite))
-    parted = _differences(suite, results, run.groups, circumstances)
+    differences = _differences(suite, results, run.groups, circumstances)
     lengths = {each.name: each.mean_acceptance_length for each in summaries}
     trees = drafted_trees(suite, lengths, SamplingParams(**circumstances.sampling))
     answered = answered_prompts(run.groups, results.rows)
     vocabularies = vocabulary_costs(suite.target, {each.name: each.engine.drafter for each in suite.ours}, answered)
-    record = bench_record(summaries, circumstances, measured.points, results, parted, trees, vocabularies)
+    record = bench_record(summaries, circumstances, measured.points, results, differences, trees, vocabularies)
     failed = results.failures or record["identical"] is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     record["status"] = status
@@ -284,7 +256,7 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
         *empty_answers(summaries),
         *unsettled_steps(summaries),
         *(each.describe() for each in vocabularies),
-        *parted,
+        *differences,
         *_disturbance(results, circumstances.device),
     ]
     wrong = [f"error: {failure.describe()}" for failure in results.failures]
@@ -307,17 +279,16 @@ def _tell(run: _Run, results: Results, json: bool, folder: OutputFolder | None, 
 def _print_summaries(
     summaries: Sequence[Summary], circumstances: Circumstances, notes: Sequence[str], terminal: Terminal
 ) -> None:
-    from truedraft.cli.terminal import print_table
     from truedraft.measure.bench import all_tables
 
     terminal.out.print()
-    terminal.out.print(circumstances.line(), style="dim", soft_wrap=True)
+    terminal.print(circumstances.line(), style="dim")
     for text in all_tables(summaries, circumstances):
-        print_table(text.headings, text.rows, terminal.out)
+        terminal.table(text.headings, text.rows)
     if circumstances.costs_kept:
         notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:
-        terminal.out.print(visible(f"note: {note}"), style="dim", soft_wrap=True)
+        terminal.print(f"note: {note}", style="dim")
 
 
 def _disturbance(results: Results, device: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`truedraft certify stack`, and what all `truedraft certify` commands share: time, files and reports."""
+"""`truedraft certify stack` and `sampler`, and what all `truedraft certify` commands share: time, files and reports."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from xml.etree import ElementTree
 
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, InterruptedCommandError, UndecidedError, exit_status
 from truedraft.cli.failures import report as report_error
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
-from truedraft.cli.session import ReportOptions, StackOptions
+from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, NamedPrompt, read_prompts
+from truedraft.cli.session import MEASURING, ReportOptions, StackOptions, check_rule, load_engine, waiting, with_model
 from truedraft.cli.streams import visible
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import DataError, OptionError, errors_about
-from truedraft.files import user_path
+from truedraft.files import user_path, write_errors
 from truedraft.options import MachineOptions, flag, group, option
 
 if TYPE_CHECKING:
     from truedraft.certify import Report, Stack
-    from truedraft.cli.terminal import Terminal
     from truedraft.engine import Engine
     from truedraft.models.base import Reader
 
-_STEPS = 100
-AGAIN = "nothing was decided; run the same command again"
+STEPS = 1000  # of a progress bar, for each part of a certificate
+_AGAIN = "nothing was decided; run the same command again"
 _JSON, _MARKDOWN = "certificate.json", "certificate.md"
 _ABOVE = {"command", "findings", "failures", "undecided", "certified", "verdict"}
 """Keys of the record that a page shows before the circumstances."""
@@ -45,11 +45,7 @@ class TimeOptions:
 
     @property
     def seconds(self) -> float:
-        """The time in seconds.
-
-        Raises:
-            OptionError: it is not a duration.
-        """
+        """The time in seconds; an `OptionError` if it is not a duration."""
         if not 0.0 < self.minutes < 1e6:
             raise OptionError(f"must be above 0, got {self.minutes:g}", field="minutes")
         return 60.0 * self.minutes
@@ -59,7 +55,7 @@ class TimeOptions:
 class PromptOptions(TimeOptions):
     """The prompts, and the time."""
 
-    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
+    prompts: str = option(HELDOUT, PROMPTS_HELP, "FILE")
     batch: int = option(1, "Requests that are answered together.", "N", least=1)
 
 
@@ -73,7 +69,7 @@ class CheckOptions(PromptOptions):
     seed: int | None = option(
         None, "Decides all noise. With --seeded seeds count up from it.", "S", shown_default="drawn", least=0
     )
-    seeded: bool = flag("Certify requests that have a seed, whose tokens must be plain decoding's.")
+    seeded: bool = flag("Certify requests with a seed; their tokens must be those of plain decoding.")
     no_float32: bool = flag("Leave out float32, for a model that is too large to load again.")
 
 
@@ -85,7 +81,7 @@ class CertifyReport(ReportOptions):
     junit: Path | None = option(None, "Write the checks as JUnit's XML.", "FILE")
 
 
-UNTYPED = ("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids")
+NOT_CERTIFIED = ("seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids")
 """Sampling options without meaning for a certificate."""
 
 
@@ -97,7 +93,7 @@ class CertifyOptions:
         "Model and drafter", without=("plan", "max_cache_bytes", "gpu_memory_utilization"), controller="in-turn"
     )
     check: CheckOptions = group("Run")
-    sampling: SamplingParams = group("Answer", without=UNTYPED, max_tokens=64, temperature=1.0)
+    sampling: SamplingParams = group("Answer", without=NOT_CERTIFIED, max_tokens=64, temperature=1.0)
     report: CertifyReport = group("Report")
     machine: MachineOptions = group("Machine")
 
@@ -108,22 +104,18 @@ def stack(options: CertifyOptions) -> int:
     Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
     measured instead, which is exit status 0 unless another check fails.
     """
-    from truedraft.cli.session import check_rule, with_model
-    from truedraft.cli.terminal import Terminal
-
     began, seconds, terminal = time.monotonic(), options.check.seconds, Terminal()
-    with Telling.of("stack", options.report, terminal) as telling:
-        seed = drawn_seed(options.check.seed)
+    with ReportWriter.open("stack", options.report, terminal) as writer:
+        seed = _drawn_seed(options.check.seed)
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
         check_rule(options.stack.rule, params, "seeded")
         prompts = read_prompts(None, options.check.prompts)
         options = dataclasses.replace(options, stack=with_model(options.stack))
         report, about = _certified(options, prompts, params, seed, began + seconds, terminal)
-        return telling.told(report, about | {"seed": seed})
+        return writer.write(report, about | {"seed": seed})
 
 
-def drawn_seed(seed: int | None) -> int:
-    """The given seed, or a random one, which reports then show."""
+def _drawn_seed(seed: int | None) -> int:
     return secrets.randbits(31) if seed is None else seed
 
 
@@ -139,34 +131,29 @@ def _certified(
     from truedraft.certify import EqualityInFloat32, Part, certify
     from truedraft.cli.report import circumstances_record
 
-    began = time.monotonic()
+    began, parts = time.monotonic(), list(Part)
     engine, loaded = _loaded(options, options.machine, params, terminal)
     loading_s = time.monotonic() - began
     whole = dataclasses.replace(options.machine, dtype="float32")
-    parts = list(Part)
     # If loading took nearly all of the time, a tenth remains.
     seconds = max(ends - time.monotonic(), options.check.seconds / 10.0)
     again = EqualityInFloat32(lambda: _loaded(options, whole, params, terminal)[1], loading_s, seconds)
-    with terminal.progress("certify", len(parts) * _STEPS) as show:
-
-        def notify(part: Part, done: float) -> None:
-            show(int((parts.index(part) + done) * _STEPS), part.value)
-
+    with terminal.progress("certify", len(parts) * STEPS) as show:
         report = certify(
             loaded.but(entropy=seed),
-            ids_of(prompts, engine.target),
+            encode_prompts(prompts, engine.target),
             params,
             batch=options.check.batch,
             seconds=seconds,
             most_seconds=seconds,
-            tell=notify,
+            tell=lambda part, done: show(int((parts.index(part) + done) * STEPS), part.value),
             announce=terminal.note,
             in_float32=None if options.check.no_float32 else again,
         )
     return report, circumstances_record(engine, options.stack, params)
 
 
-def ids_of(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
+def encode_prompts(prompts: Sequence[NamedPrompt], reader: Reader) -> list[list[int]]:
     """Prompts as token ids, truncated so that the context has room for an answer."""
     from truedraft.engine.prompts import encode_prompt
 
@@ -178,7 +165,6 @@ def _loaded(
 ) -> tuple[Engine, Stack]:
     """The certified parts, in an engine and separately."""
     from truedraft.certify import Stack
-    from truedraft.cli.session import MEASURING, load_engine, waiting
 
     controller = controller_from_spec(options.stack.controller)
     engine = load_engine(options.stack, machine, terminal.err, params, options.check.batch)
@@ -187,11 +173,46 @@ def _loaded(
     return engine, Stack(engine.target, engine.drafter, engine.rule, controller=controller)
 
 
+@dataclass(frozen=True)
+class SamplerOptions(TimeOptions):
+    """Options of `truedraft certify sampler`."""
+
+    sampler: str = option(
+        meaning="A rejection sampler, called on models with a known exact answer; docs/certify_engines.md says what "
+        "it is given.",
+        metavar="MODULE:FUNCTION",
+        name="SAMPLER",
+    )
+    seed: int | None = option(None, "Decides all noise.", "S", shown_default="drawn", least=0)
+    report: CertifyReport = group("Report")
+
+
+def sampler(options: SamplerOptions) -> int:
+    """Run a rejection sampler on models with a known answer, and say whether it has the target's distribution.
+
+    Exit status 0 if no deviation was found, 1 if it deviates, 3 if there was not enough evidence or something broke.
+    """
+    from truedraft.certify.samplers import certify_sampler, load_sampler
+    from truedraft.machine import machine_facts
+
+    seconds, terminal = options.seconds, Terminal()
+    with ReportWriter.open("sampler", options.report, terminal) as writer:
+        tested = load_sampler(options.sampler)
+        with terminal.progress("certify", STEPS) as show:
+            report = certify_sampler(
+                tested,
+                seconds=seconds,
+                seed=_drawn_seed(options.seed),
+                tell=lambda done: show(int(done * STEPS), tested.name),
+            )
+        return writer.write(report, {"machine": machine_facts()})
+
+
 # ---------------------------------------------------------------------------------------- writing a report
 
 
 @dataclass(frozen=True)
-class Telling:
+class ReportWriter:
     """Writes a report to the terminal and to files, which are checked before the work, so that no result is lost.
 
     Attributes:
@@ -208,7 +229,7 @@ class Telling:
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, command: str, options: CertifyReport, terminal: Terminal, how: str = AGAIN) -> Iterator[Telling]:
+    def open(cls, command: str, options: CertifyReport, terminal: Terminal, advice: str = _AGAIN) -> Iterator[Self]:
         """Open a report; an error in the block gets advice on how to continue, and is also written as JUnit XML.
 
         Raises:
@@ -216,20 +237,20 @@ class Telling:
             UndecidedError, InterruptedCommandError: in place of all errors except those of unusable arguments.
         """
         folder = None if options.out is None else _folder(options.out)
-        telling = cls(command, options.json, folder, usable_file("junit", options.junit), terminal)
+        writer = cls(command, options.json, folder, check_output_file("junit", options.junit), terminal)
         try:
-            yield telling
+            yield writer
         except KeyboardInterrupt as error:
-            raise InterruptedCommandError(f"interrupted; {how}") from error
+            raise InterruptedCommandError(f"interrupted; {advice}") from error
         except Exception as error:
             if exit_status(error) not in (FAILED, UNDECIDED):
                 raise
-            undecided = UndecidedError.because(error, how)
-            for unwritten in telling._written({}, _junit_of(undecided)):
-                report_error(unwritten)
+            undecided = UndecidedError.because(error, advice)
+            for failed in writer._write_files({}, _junit_of(undecided)):
+                report_error(failed)
             raise undecided from error
 
-    def told(self, report: Report, about: Mapping[str, Any]) -> int:
+    def write(self, report: Report, about: Mapping[str, Any]) -> int:
         """Print a report, write its files and, if requested, the record; returns the exit status.
 
         Files that cannot be written are reported last, and replace only the status 0.
@@ -244,27 +265,27 @@ class Telling:
         if self.folder is not None:
             text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)
             pages = {self.folder / _MARKDOWN: page, self.folder / _JSON: text + "\n"}
-        unwritten = self._written(pages, report.junit())
+        failed = self._write_files(pages, report.junit())
         if self.json:
             self.terminal.json(record)
-        statuses = [report_error(error) for error in unwritten]
+        statuses = [report_error(error) for error in failed]
         status = FAILED if report.failures else UNDECIDED if report.undecided else DONE
         return status or max(statuses, default=DONE)
 
-    def _written(self, pages: Mapping[Path, str], junit: str) -> list[DataError]:
+    def _write_files(self, pages: Mapping[Path, str], junit: str) -> list[DataError]:
         """Write pages and, if requested, JUnit XML; returns the errors."""
-        unwritten = []
+        failed = []
         for file, text in {**pages, **({} if self.junit is None else {self.junit: junit})}.items():
             try:
-                file.write_text(text, encoding="utf-8", errors="backslashreplace")
-            except OSError as error:
-                unwritten.append(DataError(f"cannot write {str(file)!r}: {error.strerror or error}"))
-            else:
+                with write_errors(file):
+                    file.write_text(text, encoding="utf-8", errors="backslashreplace")
                 self.terminal.note(f"written: {file}")
-        return unwritten
+            except DataError as error:
+                failed.append(error)
+        return failed
 
 
-def usable_file(field: str, file: Path | None) -> Path | None:
+def check_output_file(field: str, file: Path | None) -> Path | None:
     """A path with ~ expanded, checked before the work.
 
     Raises:
@@ -283,12 +304,10 @@ def usable_file(field: str, file: Path | None) -> Path | None:
 
 def _folder(out: Path) -> Path:
     """Create the report's folder before the work, so that no result is lost, and no earlier report overwritten."""
-    try:
+    with write_errors(out):
         folder = out.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         there = [name for name in (_MARKDOWN, _JSON) if (folder / name).exists()]
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-        raise DataError(f"cannot write into {str(out)!r}: {getattr(error, 'strerror', None) or error}") from error
     if there:
         raise DataError(
             f"{str(folder)!r} holds {' and '.join(there)} of an earlier run; name another folder with --out, or move "
@@ -328,4 +347,4 @@ def _show(report: Report, terminal: Terminal) -> None:
     terminal.out.print(table)
     for note in report.notes:
         terminal.note(note)
-    terminal.out.print(report.verdict, style="bold", soft_wrap=True)
+    terminal.print(report.verdict, style="bold")

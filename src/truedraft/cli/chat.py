@@ -7,36 +7,37 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.session import ReportOptions, StackOptions
+from truedraft.cli.painting import writer
+from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_engine, with_model
 from truedraft.cli.streams import visible
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
-from truedraft.options import MachineOptions, flag, group, option
+from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
-    from truedraft.engine import Engine
+    pass
 
 _HELP = """\
 /reset  forget the conversation     /again  answer the last message once more
-/system TEXT  tell the model how to answer     /stats  what speculation did     /exit, /quit or Ctrl-D ends
+/system TEXT  instruct the model how to answer     /stats  what speculation did     /exit, /quit or Ctrl-D ends
 Ctrl-C breaks off an answer."""
 _KEY = "TRUEDRAFT_API_KEY"
 _SILENCE_S = 600.0
 
 
 @dataclass(frozen=True)
-class ChatTalk:
+class ConversationOptions:
     """Options of the conversation."""
 
     url: str | None = option(
         None, f"Talk to the server at this address in place of a model here; its key is read from {_KEY}.", "URL"
     )
-    system: str | None = option(None, "Tell the model how to answer.", "TEXT")
+    system: str | None = option(None, "A system message: how the model is to answer.", "TEXT")
     trust_control_tokens: bool = flag("Read control tokens that messages spell, as <|im_end|>, as the tokens.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
 
@@ -45,7 +46,7 @@ class ChatTalk:
 class ChatOptions:
     """Options of `truedraft chat`."""
 
-    talk: ChatTalk = group("Talk")
+    talk: ConversationOptions = group("Talk")
     stack: StackOptions = group("Model and drafter", bare="model")
     sampling: SamplingParams = group("Answer", without=("stop", *TEXT_OPTIONS), max_tokens=512)
     report: ReportOptions = group("Report")
@@ -71,7 +72,7 @@ class _Turn:
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation.
 
     Attributes:
@@ -86,34 +87,32 @@ class _Talk:
         """Remove all messages except the system message."""
         self.messages = [each for each in self.messages if each["role"] == "system"]
 
-    def tell(self, text: str) -> None:
-        self.messages = [each for each in self.messages if each["role"] != "system"]
-        self.messages.insert(0, {"role": "system", "content": text})
+    def set_system(self, text: str) -> None:
+        others = [each for each in self.messages if each["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *others]
 
 
 def chat(options: ChatOptions) -> int:
     """Talk to a model; without a chat template it continues what you write."""
-    from truedraft.cli.terminal import Terminal
-
     terminal = Terminal()
-    partner: _Here | _Server
+    partner: _Local | _Server
     if options.talk.url is not None:
         partner = _Server(options.talk.url, _requested_model(options), options.sampling, terminal.note)
     else:
-        partner = _here(options, terminal)
-    talk = _Talk()
+        partner = _Local(options, terminal)
+    talk = _Conversation()
     if options.talk.system is not None:
-        talk.tell(options.talk.system)
+        talk.set_system(options.talk.system)
     if _interactive():
         what = "Talk to" if partner.chats else "No chat template: what you write is continued by"
-        terminal.note(f"{what} {visible(partner.name)}. /help tells more.")
+        terminal.note(f"{what} {visible(partner.name)}. /help lists the commands.")
     for line in _lines(terminal):
         if not _command(line, talk, terminal):
             _take_turn(line, talk, partner, terminal)
     status = FAILED if talk.failed and not _interactive() else DONE
     if options.report.json:
-        records = [{name: getattr(each, name) for name in each.__slots__} for each in talk.turns]
-        terminal.json({"command": "chat", "status": status, "model": partner.name, "turns": records})
+        turns = [asdict(each) for each in talk.turns]
+        terminal.json({"command": "chat", "status": status, "model": partner.name, "turns": turns})
     return status
 
 
@@ -142,7 +141,7 @@ def _lines(terminal: Terminal) -> Iterator[str]:
             yield line
 
 
-def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
+def _command(line: str, talk: _Conversation, terminal: Terminal) -> bool:
     """Run a line that begins with /; False if the line is a message."""
     word, _, rest = line.strip().partition(" ")
     if word == "/help":
@@ -151,8 +150,8 @@ def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
         talk.reset()
         terminal.note("forgotten")
     elif word == "/system" and rest:
-        talk.tell(rest)
-        terminal.note("told")
+        talk.set_system(rest)
+        terminal.note("set")
     elif word == "/stats":
         terminal.note(_stats(talk.turns[-1]) if talk.turns else "nothing was answered yet")
     elif word == "/again":
@@ -164,12 +163,12 @@ def _command(line: str, talk: _Talk, terminal: Terminal) -> bool:
     return True
 
 
-def _take_turn(line: str, talk: _Talk, partner: _Here | _Server, terminal: Terminal) -> None:
+def _take_turn(line: str, talk: _Conversation, partner: _Local | _Server, terminal: Terminal) -> None:
     before = list(talk.messages)
     if line.strip() == "/again":
         places = [place for place, each in enumerate(before) if each["role"] == "user"]
         if not places:
-            terminal.note("nothing was asked yet")
+            terminal.note("there is no message yet")
             return
         line = before[places[-1]]["content"]
         del talk.messages[places[-1] :]
@@ -206,33 +205,27 @@ def _stats(turn: _Turn) -> str:
     return ", ".join(parts)
 
 
-class _Here:
+class _Local:
     """Answers with a model in this process.
 
     Attributes:
         chats: whether the model has a chat template; otherwise the text is continued.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, terminal: Terminal, talk: ChatTalk) -> None:
-        tokenizer = engine.target.tokenizer
+    def __init__(self, options: ChatOptions, terminal: Terminal) -> None:
+        self._params, self._talk, self._terminal = options.sampling, options.talk, terminal
+        check_rule(options.stack.rule, options.sampling)
+        self._engine = engine = load_engine(
+            with_model(options.stack), options.machine, terminal.err, options.sampling, prefix_cache_bytes=1 << 28
+        )
+        self.name, tokenizer = engine.target.name, engine.target.tokenizer
         if tokenizer is None:
-            raise OptionError(f"{engine.target.name!r} has no tokenizer, so there is no text to talk in", field="model")
-        self.name = engine.target.name
-        self.chats = bool(tokenizer.chat_template)
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._params = params
-        self._terminal = terminal
-        self._talk = talk
+            raise OptionError(f"{self.name!r} has no tokenizer, so there is no text to talk in", field="model")
+        self.chats, self._tokenizer = bool(tokenizer.chat_template), tokenizer
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
-        """Answer the last message, or without a chat template continue the text of all messages.
-
-        Args:
-            show: not used here, because the painter writes the tokens.
-        """
+        """Answer the last message, or without a chat template continue the text of all messages."""
         from truedraft.cli.generate import stream_answer, watching
-        from truedraft.cli.painting import writer
         from truedraft.cli.report import undrafted_line
 
         prompt: str | list[int]
@@ -251,44 +244,28 @@ class _Here:
         turn.speedup = None if speedup is None else speedup.factor
 
 
-def _here(options: ChatOptions, terminal: Terminal) -> _Here:
-    from truedraft.cli.session import check_rule, load_engine, with_model
-
-    params = options.sampling
-    check_rule(options.stack.rule, params)
-    engine = load_engine(with_model(options.stack), options.machine, terminal.err, params, prefix_cache_bytes=1 << 28)
-    return _Here(engine, params, terminal, options.talk)
-
-
 def _requested_model(options: ChatOptions) -> str | None:
-    """The requested model of a server; None if none was named.
-
-    Raises:
-        OptionError: an option is given that a server decides.
-    """
-    usual = StackOptions()
-    names = [each.name for each in fields(usual)]
-    given = [name for name in names if getattr(options.stack, name) != getattr(usual, name)]
-    given += ["show_drafts"] if options.talk.show_drafts else []
+    """The requested model of a server; None if none was named."""
+    given = changed_fields(options.stack) + ["show_drafts"] * options.talk.show_drafts
     if wrong := next((name for name in given if name != "model"), None):
         raise OptionError("is for a model here, and --url talks to one that a server has; leave it out", field=wrong)
     return options.stack.model if "model" in given else None
 
 
 class _Server:
-    """Answers with a model on a server; has the attributes of `_Here`.
+    """Answers with a model on a server; has the attributes of `_Local`.
 
     Args:
         url: of the server, with or without /v1 at its end.
         model: None is the server's first.
-        tell: is called with a sentence when the server delays the request.
+        notify: called with a sentence when the server delays the request.
 
     Raises:
         OptionError: the address or the key cannot be used, or the server does not have this model.
         PeerError: no server with a model answers at the address.
     """
 
-    def __init__(self, url: str, model: str | None, params: SamplingParams, tell: Callable[[str], None]) -> None:
+    def __init__(self, url: str, model: str | None, params: SamplingParams, notify: Callable[[str], None]) -> None:
         from truedraft.measure.peers.calling import Caller
 
         self._params = params
@@ -298,7 +275,7 @@ class _Server:
                     url,
                     api_key=os.environ.get(_KEY) or None,
                     timeout_s=_SILENCE_S,
-                    tell=tell,
+                    tell=notify,
                     follows=True,
                     key_from=f"the environment variable {_KEY}",
                 )
@@ -316,49 +293,46 @@ class _Server:
         self.chats = bool(served[self.name].get("chat", True))
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
-        """As `_Here.answer`; `show` is called with each piece of text."""
+        """As `_Local.answer`; `show` is called with each piece of text."""
         params = self._params
-        body: dict[str, Any] = {
-            name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")
-        }
-        body = {name: value for name, value in body.items() if value is not None}
+        body: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        body |= record_of(params, "max_tokens", "temperature", "top_p", "top_k", "min_p")
+        body |= {"seed": params.seed} if params.seed is not None else {}
         body |= {"stop_token_ids": list(params.stop_token_ids)} if params.stop_token_ids else {}
         body |= {"ignore_eos": True} if params.ignore_eos else {}
-        body |= {"model": self.name, "max_tokens": params.max_tokens, "stream": True}
-        body["stream_options"] = {"include_usage": True}
         if self.chats:
             path, body["messages"] = "/v1/chat/completions", messages
         else:
             path, body["prompt"] = "/v1/completions", "".join(each["content"] for each in messages)
-        whole = False
+        finished = False
         try:
             with contextlib.closing(self._caller.events(path, body)) as chunks:
                 for chunk in chunks:
-                    whole = _read_chunk(chunk, turn, show) or whole
+                    finished = _read_chunk(chunk, turn, show) or finished
         except PeerError:
-            if not whole:  # after the last token an error loses no text
+            if not finished:  # after the last token an error loses no text
                 raise
-        if not whole and not turn.text:
+        if not finished and not turn.text:
             raise PeerError(f"{self._caller.url}{path} answered nothing; is this the address of an API?")
 
 
 def _read_chunk(chunk: Mapping[str, Any], turn: _Turn, show: Callable[[Any], None]) -> bool:
     """Add an event to an answer; returns whether the answer is finished."""
-    whole = False
+    finished = False
     for choice in _objects(chunk.get("choices")):
         text = choice.get("text") or _object(choice.get("delta")).get("content")
         if isinstance(text, str):
             text = text.encode(errors="replace").decode()  # replaces lone surrogates
             turn.text += text
             show(visible(text))
-        whole = whole or choice.get("finish_reason") is not None
+        finished = finished or choice.get("finish_reason") is not None
     speculation = _object(chunk.get("speculation"))
     if speculation:
         turn.tokens_per_call = _number(speculation.get("mean_acceptance_length"))
         turn.speedup = _number(_object(speculation.get("speedup")).get("factor"))
     if (tokens := _number(_object(chunk.get("usage")).get("completion_tokens"))) is not None:
         turn.tokens = int(tokens)
-    return whole
+    return finished
 
 
 def _objects(found: object) -> list[Mapping[str, Any]]:

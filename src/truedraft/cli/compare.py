@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from truedraft.cli.explain import explain
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
-from truedraft.cli.report import counts_dict, divergence_words, undrafted_line
+from truedraft.cli.report import counts_dict, divergence_words, explain, name_and_note, undrafted_line
 from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
-from truedraft.cli.streams import say, visible
-from truedraft.cli.terminal import print_table
+from truedraft.cli.streams import say
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, repeated_ngrams
 from truedraft.engine import Engine
@@ -41,10 +40,7 @@ from truedraft.measure.bench import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from truedraft.cli.prompts import NamedPrompt, PromptRequest
-    from truedraft.cli.terminal import Terminal
 
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
@@ -54,28 +50,35 @@ _SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class BothWays:
     """One or all prompts, decoded with and without speculation."""
 
     plain: Summary
     speculative: Summary
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Sides:
-        """From benchmark rows of both."""
-        return cls(*summarise(rows, (PLAIN, _SPECULATIVE), (PLAIN, _SPECULATIVE), {}))
 
     @property
     def ratio(self) -> Ratio:
         """Tokens per second, speculative over plain; 1 if neither emitted a token."""
         return self.speculative.speedup or Ratio(1.0, 1.0, 1.0, 0.0)
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def counters(self) -> Counters:
+        """Those of speculative decoding."""
+        return self.speculative.counters or Counters()
+
+    def of_each(self) -> dict[str, Any]:
+        """Medians of speeds and sums of counts, by way."""
         return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
 
 
+def summaries(rows: Sequence[Row]) -> tuple[Summary, Summary]:
+    """Of plain and of speculative decoding, from benchmark rows of both."""
+    plain, speculative = summarise(rows, (PLAIN, _SPECULATIVE), (PLAIN, _SPECULATIVE), {})
+    return plain, speculative
+
+
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(BothWays):
     """One prompt, decoded both ways.
 
     Attributes:
@@ -84,7 +87,6 @@ class Pair:
     """
 
     group: Group
-    sides: Sides
     first: tuple[Row, Row]
     difference: Difference | None = None
 
@@ -94,31 +96,30 @@ class Pair:
 
     @property
     def same_tokens(self) -> bool:
-        sides = self.sides.plain, self.sides.speculative
-        return all(side.identical_groups == side.compared_groups for side in sides)
+        return all(side.identical_groups == side.compared_groups for side in (self.plain, self.speculative))
 
     @property
     def repeated_8grams(self) -> float | None:
         """Share of the plain answer's 8-grams that occurred before in it; None if it has none."""
         return repeated_ngrams(self.first[0].output.token_ids[0])
 
-    def as_dict(self, tell_identical: bool) -> dict[str, Any]:
+    def as_dict(self, comparable: bool) -> dict[str, Any]:
         return {
             "id": self.name,
             "prompt_tokens": len(self.group.prompts[0]),
             "seed": self.group.params.seed,
             "sampling": dataclasses.asdict(self.group.params),
             "finish_reason": self.first[1].output.finish_reasons[0],
-            "speedup": self.sides.ratio.mean,
-            "identical": self.same_tokens if tell_identical else None,
+            "speedup": self.ratio.mean,
+            "identical": self.same_tokens if comparable else None,
             "difference": None if self.difference is None else dataclasses.asdict(self.difference),
             "repeated_8grams": self.repeated_8grams,
-            **self.sides.as_dict(),
+            **self.of_each(),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(BothWays):
     """All prompts of a comparison.
 
     Attributes:
@@ -128,7 +129,6 @@ class Comparison:
     """
 
     pairs: Sequence[Pair]
-    all: Sides
     runs: int
     must_agree: bool
     lossless: bool = True
@@ -155,15 +155,15 @@ class Comparison:
         return statistics.mean(shares) if shares else None
 
     def as_dict(self) -> dict[str, Any]:
-        comparable, sides = self.compares_tokens, self.all.as_dict()
+        comparable, sides = self.compares_tokens, self.of_each()
         return {
             "tokens_per_s": sides[_SPECULATIVE]["tokens_per_s"],
-            "speedup": self.all.ratio.mean,
+            "speedup": self.ratio.mean,
             "identical": self.identical,
             "identical_prompts": self.identical_prompts if comparable else None,
-            "speedup_min": self.all.ratio.low,
-            "speedup_max": self.all.ratio.high,
-            "share_faster": self.all.ratio.share_faster,
+            "speedup_min": self.ratio.low,
+            "speedup_max": self.ratio.high,
+            "share_faster": self.ratio.share_faster,
             "repeated_8grams": self.repeated_8grams,
             "runs": self.runs,
             **sides,
@@ -193,7 +193,8 @@ def compare(
         engine.target, engine.rule.lossless, [OurEngine(PLAIN, Engine(engine.target)), OurEngine(_SPECULATIVE, engine)]
     )
     groups, failures = encoded(engine.target, prompts, 1)
-    costs = _curve(engine) if options.report.explain else {}
+    forwards = engine.forwards() if options.report.explain else None
+    costs = {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
     results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if single else 1
     if groups:
         with terminal.progress("plain and speculative", 2 * runs * len(groups)) as progress:
@@ -203,9 +204,10 @@ def compare(
     pairs = _pairs(suite, groups, results, runs)
     comparison = None
     if pairs:
-        together = Sides.of([row for row in results.rows if row.prompts[0] in {pair.name for pair in pairs}])
+        compared = {pair.name for pair in pairs}
+        both = summaries([row for row in results.rows if row.prompts[0] in compared])
         promised = all(suite.must_agree(params) for _, params in prompts)
-        comparison = Comparison(pairs, together, runs, promised, engine.rule.lossless)
+        comparison = Comparison(*both, pairs, runs, promised, engine.rule.lossless)
     errors = {each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}
     for failure in errors.values():
         say(f"error: {failure}")
@@ -216,21 +218,15 @@ def compare(
         _print(comparison, engine, options.stack, terminal)
         vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered_prompts(groups, results.rows))
         for each in vocabularies:
-            terminal.out.print(visible(each.describe()), soft_wrap=True)
+            terminal.print(each.describe())
         record["vocabularies"] = [dataclasses.asdict(each) for each in vocabularies]
-        if undrafted := undrafted_line(engine, comparison.all.speculative.counters or Counters()):
-            terminal.out.print(visible(undrafted), soft_wrap=True)
-        decisions = comparison.all.speculative.decisions
+        if undrafted := undrafted_line(engine, comparison.counters):
+            terminal.print(undrafted)
+        decisions = comparison.speculative.decisions
         if options.report.explain and decisions is not None:
             explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
             record["decisions"] = decisions.as_dict()
     return status, record
-
-
-def _curve(engine: Engine) -> dict[str, CurveCosts]:
-    """V, for a speedup estimate in addition to the measured one; drafting costs are not needed here."""
-    forwards = engine.forwards()
-    return {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
 
 
 def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -> list[Pair]:
@@ -245,7 +241,7 @@ def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -
         difference = None
         if suite.must_agree(group.params) and group.names[0] in differing:
             difference = find_difference(suite.target, group.prompts[0], *differing[group.names[0]])
-        pairs.append(Pair(group, Sides.of(rows), (plain, speculative), difference))
+        pairs.append(Pair(*summaries(rows), group, (plain, speculative), difference))
     return pairs
 
 
@@ -273,33 +269,33 @@ def _end(
 
 
 def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal: Terminal) -> None:
-    many, ratio = len(comparison.pairs) > 1, comparison.all.ratio
+    many, ratio = len(comparison.pairs) > 1, comparison.ratio
     terminal.out.print()
     drafter = f"auto: {' + '.join(engine.drafter.members)}" if stack.drafter == "auto" else stack.drafter
     params = [pair.group.params for pair in comparison.pairs]
     line = _where_and_how(engine, drafter, params, comparison.runs)
-    terminal.out.print(line, style="dim", soft_wrap=True)
-    _print_table(comparison, terminal.out)
+    terminal.print(line, style="dim")
+    _print_table(comparison, terminal)
     if many:
-        faster = sum(pair.sides.ratio.mean > 1 for pair in comparison.pairs)
+        faster = sum(pair.ratio.mean > 1 for pair in comparison.pairs)
         terminal.out.print(
             f"speed-up: geometric mean {ratio.mean:.2f}, from {ratio.low:.2f} to {ratio.high:.2f}; "
             f"{faster} of {len(comparison.pairs)} prompts faster"
         )
     else:
         terminal.out.print(f"speed-up: {ratio.mean:.2f}")
-    if sentence := little_gained(ratio.mean, comparison.all.speculative.counters or Counters()):
-        terminal.out.print(sentence, soft_wrap=True)
+    if sentence := little_gained(ratio.mean, comparison.counters):
+        terminal.print(sentence)
     terminal.out.print(_verdict(comparison))
     if not comparison.lossless:
-        words = divergence_words(comparison.all.speculative.counters or Counters())
-        terminal.out.print(f"lossy rule {engine.rule.spec}: {words}", soft_wrap=True)
+        words = divergence_words(comparison.counters)
+        terminal.print(f"lossy rule {engine.rule.spec}: {words}")
     for pair in [pair for pair in comparison.pairs if pair.difference is not None][:_SHOWN_DIFFERENCES]:
         assert pair.difference is not None
-        terminal.out.print(visible(f"  prompt {pair.name} {pair.difference.describe()}"), soft_wrap=True)
+        terminal.print(f"  prompt {pair.name} {pair.difference.describe()}")
     if many and any(each.seeded for each in params):
         seeds = ", ".join(f"{pair.name}: {pair.group.params.seed}" for pair in comparison.pairs)
-        terminal.out.print(visible(f"seeds: {seeds}"), style="dim", soft_wrap=True)
+        terminal.print(f"seeds: {seeds}", style="dim")
     if comparison.repeated_8grams is not None:
         where = "answers" if many else "answer"
         terminal.out.print(f"repeated 8-grams in the plain {where}: {comparison.repeated_8grams:.2f}")
@@ -318,28 +314,20 @@ def little_gained(speedup: float, counters: Counters) -> str | None:
 
 def _where_and_how(engine: Engine, drafter: str, each: Sequence[SamplingParams], runs: int) -> str:
     target = engine.target
-    device = target.device.type
-    threads = torch.get_num_threads()
+    device, threads = target.device.type, torch.get_num_threads()
     where = device if device != "cpu" else f"{threads} thread{'s' if threads > 1 else ''}"
-    how = _drawing(each)
+    sampling = {"greedy" if params.greedy else f"temperature {params.temperature:g}" for params in each}
+    seeds = {params.seed for params in each if params.seeded}
+    how = sampling.pop() if len(sampling) == 1 else "each prompt by its own options"
+    how += ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
     if not engine.rule.lossless:
         how = f"lossy rule {engine.rule.spec}, {how}"
     what = f"{len(each)} prompts, one run each way" if len(each) > 1 else f"medians of {runs} runs each way"
-    dtype = dtype_name(target.dtype)
-    note = target.note
-    name = target.name if note is None else f"{target.name} ({note})"
-    return f"{name}, drafter {drafter}, {dtype}, {where}, {how}, {what}"
+    return f"{name_and_note(target)}, drafter {drafter}, {dtype_name(target.dtype)}, {where}, {how}, {what}"
 
 
-def _drawing(each: Sequence[SamplingParams]) -> str:
-    how = {"greedy" if params.greedy else f"temperature {params.temperature:g}" for params in each}
-    seeds = {params.seed for params in each if params.seeded}
-    seed = ", a seed for each prompt" if len(seeds) > 1 else "".join(f", seed {one}" for one in seeds)
-    return (how.pop() if len(how) == 1 else "each prompt by its own options") + seed
-
-
-def _print_table(comparison: Comparison, to: Console) -> None:
-    sides = comparison.all.plain, comparison.all.speculative
+def _print_table(comparison: Comparison, terminal: Terminal) -> None:
+    sides = comparison.plain, comparison.speculative
     counts = [side.counters or Counters() for side in sides]
     label = "tokens per second, median" if len(comparison.pairs) > 1 else "tokens per second"
     rows = [
@@ -349,7 +337,7 @@ def _print_table(comparison: Comparison, to: Console) -> None:
         ["acceptance rate", *(f"{each.draft_acceptance_rate:.2f}" if each.drafted_calls else "-" for each in counts)],
         ["tokens", *(f"{each.emitted_tokens + each.prefill_tokens:,}" for each in counts)],
     ]
-    print_table(("", *(side.name for side in sides)), rows, to)
+    terminal.table(("", *(side.name for side in sides)), rows)
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -373,6 +361,6 @@ def _side_record(side: Summary) -> dict[str, Any]:
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:
     """Show the prompt; only its end if it is long."""
     text = prompt.prompt if isinstance(prompt.prompt, str) else f"{len(prompt.prompt)} token ids: "
-    text = text if prompt.said is None else f"{prompt.said}\n\n"
+    text = text if prompt.message is None else f"{prompt.message}\n\n"
     shown = text if len(text) <= _ECHOED_CHARACTERS else "…" + text[-_ECHOED_CHARACTERS:]
     terminal.dim(shown)

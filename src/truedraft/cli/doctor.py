@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.prompts import HELDOUT, NamedPrompt, read_prompts
-from truedraft.cli.session import ReportOptions
-from truedraft.cli.terminal import Terminal, print_table
+from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, NamedPrompt, read_prompts
+from truedraft.cli.session import ReportOptions, load_alone, quiet_hub, with_model
+from truedraft.cli.terminal import Terminal, interval_text
 from truedraft.errors import ModelError, OptionError, errors_about
 from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
-    from truedraft.core.intervals import Interval
     from truedraft.measure.doctor import Diagnosis, Prompt
     from truedraft.models.base import LanguageModel
 
@@ -31,16 +30,14 @@ class WhatToExamine:
 
     drafter: str | None = option(
         None,
-        "A folder of heads or of a draft model, or a GGUF file; its kind may stand before it, as KIND:DIR. With --url, "
-        "whose card promises what is served.",
+        "A folder of heads or of a draft model, or a GGUF file; its kind may stand before it, as KIND:DIR. With --url "
+        "its card has the expected acceptance.",
         "[KIND:]PATH",
     )
     url: str | None = option(
         None, "A running server: its acceptance is read from its metrics, and no model is loaded.", "URL"
     )
-    prompts: str = option(
-        HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file, best of your own.", "FILE"
-    )
+    prompts: str = option(HELDOUT, f"{PROMPTS_HELP[:-1]}, best of your own.", "FILE")
     limit: int = option(_PROMPTS, "Only so many prompts, evenly over the set.", "N", least=_LEAST_PROMPTS)
     tokens: int = option(_TOKENS, "Of an answer.", "N", least=2)
     plain: bool = flag("Give prompts as they are, also where the model has a chat template.")
@@ -60,7 +57,7 @@ class DoctorOptions:
 def doctor(options: DoctorOptions) -> int:
     """Find out why a drafter is accepted less than it could be, and say what it will bring on your prompts.
 
-    The target answers the prompts, and the drafter is replayed on the answers, beside the variants that people get
+    The target answers the prompts, and the drafter is replayed on the answers, as are the variants that people get
     wrong: layers one off, norms, LM heads, tables of ids, rotations, chat templates, tokenizers and dtypes. The exit
     status is 1 where a fault was found.
     """
@@ -77,21 +74,17 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def _examine(options: DoctorOptions, drafter: str) -> int:
-    from truedraft.cli.session import quiet_hub, set_threads, waiting, with_model
     from truedraft.measure.bench import spread
 
     terminal, what = Terminal(), options.what
     with errors_about("prompts"):
         texts = spread(read_prompts(None, what.prompts), what.limit)
-    set_threads(options.machine.threads)
     model = with_model(options.model)
-    with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
-        from truedraft.drafters.registry import TrainedDrafter
-        from truedraft.measure.doctor import examine, promised_by
-        from truedraft.measure.variants import case_of
-        from truedraft.models.loading import load_model
+    target = load_alone(model, options.machine, terminal.err)
+    from truedraft.drafters.registry import TrainedDrafter
+    from truedraft.measure.doctor import examine, promised_by
+    from truedraft.measure.variants import case_of
 
-        target = load_model(model.model, **model.of_target, **options.machine.of_models)
     with errors_about("drafter"), quiet_hub():
         kind, case = case_of(drafter, target)
     card = TrainedDrafter.read(case.source.path) if case.source.path.is_dir() else None
@@ -107,15 +100,12 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
             progress=lambda done, total, remark: shown(1000 * done // max(total, 1), remark),
         )
     _print(found, terminal)
-    written = None
-    if what.fix is not None:
-        written = _fix(found, what.fix, terminal, model.model)
+    written = None if what.fix is None else _fix(found, what.fix, terminal, model.model)
+    status = FAILED if found.faults else DONE
     if options.report.json:
-        record = {"command": "doctor", "status": FAILED if found.faults else DONE, "drafter": drafter}
-        terminal.json(
-            record | {"model": target.name, "prompts_file": what.prompts, "written": written, **found.as_dict()}
-        )
-    return FAILED if found.faults else DONE
+        record = {"command": "doctor", "status": status, "drafter": drafter, "model": target.name}
+        terminal.json(record | {"prompts_file": what.prompts, "written": written} | found.as_dict())
+    return status
 
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
@@ -128,17 +118,15 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     with errors_about("url"):
         found = served_acceptance(Caller(url, timeout_s=_PATIENCE_S))
     value, low, high = found.tokens_per_call
+    counts = found.by_drafter or {"all": (found.drafted, found.accepted)}
     rows = [
         (name or "a drafter", f"{drafted:,.0f}", f"{accepted:,.0f}", f"{accepted / max(drafted, 1):.0%}")
-        for name, (drafted, accepted) in found.by_drafter.items()
+        for name, (drafted, accepted) in counts.items()
     ]
-    if not rows:
-        share = f"{found.accepted / max(found.drafted, 1):.0%}"
-        rows = [("all", f"{found.drafted:,.0f}", f"{found.accepted:,.0f}", share)]
-    print_table(("drafter", "drafted tokens", "accepted", ""), rows, terminal.out)
+    terminal.table(("drafter", "drafted tokens", "accepted", ""), rows)
     shares = [each / found.drafts for each in found.by_position] if found.drafts else []
     if shares:
-        terminal.out.print(f"accepted by position: {_shares(shares)}", style="dim", soft_wrap=True)
+        terminal.print(f"accepted by position: {_shares(shares)}", style="dim")
     below = promised is not None and high < _BELOW_CARD * promised
     sentence = f"{value:.2f} [{low:.2f}, {high:.2f}] tokens per call where something was drafted"
     if promised is not None:
@@ -146,7 +134,7 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
         sentence += f", {how} the {promised:.2f} that the card of {drafter} promises at the least"
     if below:
         sentence += f": examine it by truedraft doctor --drafter {drafter} --model M --prompts FILE"
-    terminal.out.print(sentence, style="bold", soft_wrap=True)
+    terminal.print(sentence, style="bold")
     status = FAILED if below else DONE
     if report.json:
         counted = {"drafts": found.drafts, "drafted_tokens": found.drafted, "accepted_tokens": found.accepted}
@@ -207,7 +195,7 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
     rows = [
         (
             each.variant.name,
-            _interval(each.tokens_per_call),
+            interval_text(each.tokens_per_call),
             "" if each.gain is None else f"{each.gain.value:+.2f} [{each.gain.low:+.2f}, {each.gain.high:+.2f}]",
             f"{each.p_value:.2g}",
             "better" if each.better else "",
@@ -215,41 +203,32 @@ def _print(found: Diagnosis, terminal: Terminal) -> None:
         for each in found.trials
         if not each.reason
     ]
-    given = ("as it is given", _interval(found.given[0.0].tokens_per_call), "", "", "")
-    print_table(("variant", "tokens per call", "more than as given", "p", ""), [given, *rows], terminal.out)
+    given = ("as it is given", interval_text(found.given[0.0].tokens_per_call), "", "", "")
+    terminal.table(("variant", "tokens per call", "more than as given", "p", ""), [given, *rows])
     left = ", ".join(each.variant.name for each in found.trials if each.reason)
     if left:
-        terminal.out.print(f"not to be tried here: {left}", style="dim", soft_wrap=True)
+        terminal.print(f"not to be tried here: {left}", style="dim")
     was, now = (each[0.0].survival for each in (found.given, found.best))
     line = f"accepted by position, greedy: {_shares(was)}"
     if now != was:
         line += f"; mended: {_shares(now)}"
-    terminal.out.print(line, style="dim", soft_wrap=True)
-    terminal.out.print(f"{found.noun}: {found.sentence}", style="bold", soft_wrap=True)
+    terminal.print(line, style="dim")
+    terminal.print(f"{found.noun}: {found.sentence}", style="bold")
 
 
 def _fix(found: Diagnosis, folder: Path, terminal: Terminal, model: str) -> str | None:
-    """Write a corrected drafter if other weights or sizes are better; returns the folder, or None.
-
-    Raises:
-        ModelError: it cannot be written.
-    """
+    """Write a corrected drafter if other weights or sizes are better; returns the folder, or None."""
     from truedraft.drafters.heads.head import Head
 
     if not isinstance(found.part, Head) or not any(each.mends for each in found.faults):
-        terminal.out.print(f"nothing is written into {folder}: no other weights or sizes are better", soft_wrap=True)
+        terminal.print(f"nothing is written into {folder}: no other weights or sizes are better")
         return None
     dtype = next(each.dtype for each in found.part.parameters())
     found.part.save(user_path(folder, ModelError), found.part.record, dtype=dtype)
-    terminal.out.print(
-        f"wrote {folder}: the same heads, mended; try it: truedraft doctor --model {model} --drafter {folder}",
-        soft_wrap=True,
+    terminal.print(
+        f"wrote {folder}: the same heads, mended; try it: truedraft doctor --model {model} --drafter {folder}"
     )
     return str(folder)
-
-
-def _interval(found: Interval | None) -> str:
-    return "" if found is None else f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def _shares(found: Sequence[float]) -> str:

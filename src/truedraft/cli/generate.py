@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
+from truedraft.cli.painting import legend, writer, written
 from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
-from truedraft.cli.session import ReportOptions, StackOptions
-from truedraft.cli.streams import from_escapes, say, typed_text, visible
+from truedraft.cli.session import (
+    MEASURING,
+    ReportOptions,
+    StackOptions,
+    check_rule,
+    load_engine,
+    planned_drafter,
+    prepare_prompts,
+    sampling_of_each,
+    waiting,
+    with_model,
+)
+from truedraft.cli.streams import from_escapes, say, typed_text
+from truedraft.cli.terminal import Terminal
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Engine, Piece, Request
     from truedraft.engine.policy.decisions import Decisions
     from truedraft.engine.prompts import Prompt
@@ -34,7 +46,7 @@ class GenerateReport(ReportOptions):
 
     compare: bool = flag("Also decode plainly: the speed of both, and whether the tokens are identical.")
     show_drafts: bool = flag("Colour each token by where it came from; brackets without colours.")
-    explain: bool = flag("Show what was drafted when, by whom and why, and what that brought.")
+    explain: bool = flag("Show what was drafted when, by which drafter and why, and the gain.")
 
 
 @dataclass(frozen=True)
@@ -58,23 +70,13 @@ def generate(options: GenerateOptions) -> int:
     what = options.prompts
     prompts = read_prompts(what.prompt, what.prompts, own_options=True, images=what.image)
     if options.report.compare and any(each.images for each in prompts):
-        raise OptionError("takes text alone; leave it out where prompts have pictures", field="compare")
+        raise OptionError("needs prompts of text; leave it out where prompts have pictures", field="compare")
     return _run(options, [(each, params) for each in prompts])
 
 
 def _run(options: GenerateOptions, prompts: Sequence[PromptRequest]) -> int:
     from truedraft.cli.compare import compare
     from truedraft.cli.report import circumstances_record
-    from truedraft.cli.session import (
-        as_chat,
-        check_rule,
-        load_engine,
-        planned_drafter,
-        sampling_of_each,
-        with_model,
-        with_pictures,
-    )
-    from truedraft.cli.terminal import Terminal
     from truedraft.engine.prompts import check_max_tokens
 
     if options.stack.plan is not None:
@@ -91,9 +93,7 @@ def _run(options: GenerateOptions, prompts: Sequence[PromptRequest]) -> int:
     for _, each in prompts:
         if each.max_tokens != SamplingParams().max_tokens:  # not for the default, which the context then limits
             check_max_tokens(engine.target, each.max_tokens)
-    prompts = with_pictures(engine.target, prompts, chat=options.prompts.chat)
-    if options.prompts.chat:
-        prompts = as_chat(engine.target, prompts, trust_control_tokens=options.prompts.trust_control_tokens)
+    prompts = prepare_prompts(engine.target, prompts, options.prompts)
     run = compare if report.compare else _answer
     status, record = run(engine, options, prompts, terminal)
     if report.json:
@@ -130,13 +130,17 @@ def _answer(
     engine: Engine, options: GenerateOptions, prompts: Sequence[PromptRequest], terminal: Terminal
 ) -> tuple[int, dict[str, Any]]:
     """Answer the prompts; returns the exit status and the answers' part of the record."""
-    from truedraft.cli.explain import explain
-    from truedraft.cli.report import answers_record, drafter_lines, stats_line, undrafted_line
+    from truedraft.cli.report import answers_record, drafter_lines, explain, stats_line, undrafted_line
 
     watched = watching(engine, terminal) if options.report.explain else contextlib.nullcontext()
-    answer = _answer_one if len(prompts) == 1 else _answer_many
+    show_drafts = options.report.show_drafts
     with watched as decisions:
-        answered = answer(engine, prompts, terminal, options.report.show_drafts)
+        if len(prompts) == 1:
+            answer = write_answer(engine, prompts[0], terminal, show_drafts)
+            ((prompt, params),), interrupted = prompts, answer.finish_reason == "cancelled"
+            answered = _Answered([prompt.name], [answer], [params], answer.timing.total_s, interrupted)
+        else:
+            answered = _answer_many(engine, prompts, terminal, show_drafts)
     remark([warning for each in answered.answers for warning in each.warnings], options, terminal)
     if answered.answers:
         terminal.note(stats_line(answered.answers, answered.elapsed_s, answered.params))
@@ -158,10 +162,9 @@ def _answer(
 @contextlib.contextmanager
 def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
     """Record the decisions of steps inside the block; the cost of a plain step may be measured first."""
-    from truedraft.cli.session import waiting
     from truedraft.engine.policy.decisions import Decisions
 
-    with waiting(terminal.err, "measuring what steps take on this machine"):
+    with waiting(terminal.err, MEASURING):
         decisions = Decisions(engine.forwards())
     engine.listeners.append(decisions)
     try:
@@ -170,23 +173,12 @@ def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
         engine.listeners.remove(decisions)
 
 
-def _answer_one(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> _Answered:
-    """Stream the answer.
-
-    Raises:
-        TruedraftError: the prompt cannot be answered.
-    """
-    ((prompt, params),) = prompts
-    answer = write_answer(engine, prompts[0], terminal, show_drafts)
-    return _Answered([prompt.name], [answer], [params], answer.timing.total_s, answer.finish_reason == "cancelled")
-
-
 def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Terminal, show_drafts: bool) -> _Answered:
     """Answer in batches; the answers of a finished batch are written after a line with their prompt's name."""
     answered = _Answered()
     started = time.perf_counter()
     try:
-        with terminal.progress("answering", len(prompts), beside_output=True) as progress:
+        with terminal.progress("answering", len(prompts), during_output=True) as progress:
             for first in range(0, len(prompts), BATCH):
                 batch = prompts[first : first + BATCH]
                 whole: Any = [prompt.whole for prompt, _ in batch]  # texts, ids and pictures in one list
@@ -196,8 +188,9 @@ def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Ter
                     answered.answers.append(answer)
                     answered.params.append(params)
                     seed = f", seed {params.seed}" if params.seeded else ""
-                    heading = f"{prompt.name} ({answer.finish_reason}{seed})"
-                    _write(heading, answer, engine, terminal, show_drafts)
+                    terminal.heading(f"{prompt.name} ({answer.finish_reason}{seed})")
+                    terminal.write(written(answer, engine.target.tokenizer, terminal, show_drafts))
+                    terminal.end_line()
                 progress(first + len(batch), "")
     except KeyboardInterrupt:
         answered.interrupted = True
@@ -208,18 +201,7 @@ def _answer_many(engine: Engine, prompts: Sequence[PromptRequest], terminal: Ter
     return answered
 
 
-def _write(heading: str, answer: Answer, engine: Engine, terminal: Terminal, show_drafts: bool) -> None:
-    from rich.rule import Rule as Line
-
-    from truedraft.cli.painting import written
-
-    terminal.end_line()
-    terminal.out.print(Line(visible(heading), align="left", style="dim"))
-    terminal.write(written(answer, engine.target.tokenizer, terminal, show_drafts))
-    terminal.end_line()
-
-
-def write_answer(engine: Engine, asked: PromptRequest, terminal: Terminal, show_drafts: bool) -> Answer:
+def write_answer(engine: Engine, request: PromptRequest, terminal: Terminal, show_drafts: bool) -> Answer:
     """Answer a prompt and write each piece at once.
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
@@ -227,9 +209,7 @@ def write_answer(engine: Engine, asked: PromptRequest, terminal: Terminal, show_
     Raises:
         TruedraftError: the prompt cannot be run, or the request failed.
     """
-    from truedraft.cli.painting import writer
-
-    prompt, params = asked
+    prompt, params = request
     try:
         return stream_answer(engine, prompt.whole, params, writer(engine.target.tokenizer, terminal, show_drafts))
     finally:
@@ -266,8 +246,6 @@ def _drain(request: Request, show: Callable[[Piece], None]) -> Answer | None:
 
 def remark(warnings: Sequence[str], options: GenerateOptions, terminal: Terminal) -> None:
     """Print the legend of marks, and warnings."""
-    from truedraft.cli.painting import legend
-
     if options.report.show_drafts:
         terminal.err.print(legend(terminal.colour), style="dim", soft_wrap=True)
     for warning in dict.fromkeys(warnings):

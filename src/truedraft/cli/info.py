@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE
-from truedraft.cli.session import ReportOptions
+from truedraft.cli.session import ReportOptions, quiet_hub
+from truedraft.cli.terminal import Terminal
 from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import SMOLLM2, parameters_in
@@ -21,10 +22,9 @@ from truedraft.models.embedded import (
     embedded_names,
     smollm2_missing,
 )
-from truedraft.options import group, option
+from truedraft.options import group, option, record_of
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.drafters.registry import TrainedDrafter
 
 _ROWS, _SHOWN, _CONTEXT, _PARTS = (1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 8, 16), 256, 100
@@ -34,7 +34,7 @@ _KL_OF_TYPES = (
 )
 """KL divergence of two models with weights in each type, in bfloat16."""
 _OF_CODES = (
-    "answers are those of plain decoding of these quantised weights by this engine; how far distributions lay from "
+    "answers are those of plain decoding of these quantised weights by this engine; the distance of distributions from "
     f"those of the same weights in float32, as mean KL by the type of the file, of {_KL_OF_TYPES} (docs/models.md)"
 )
 
@@ -55,10 +55,11 @@ class InfoOptions:
 
 def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths, the embedded models and the trained drafters that can be found."""
-    from truedraft.cli.terminal import Terminal
     from truedraft.drafters.registry import list_drafters
     from truedraft.engine.policy import CostStore
-    from truedraft.machine import machine_facts
+    from truedraft.machine import machine_facts, pick_device, pick_dtype
+    from truedraft.models.backends.native.build import built
+    from truedraft.models.loading import load_model
 
     terminal, lacking = Terminal(), smollm2_missing()
     drafters = list_drafters(options.model, options.drafters_dir)
@@ -68,17 +69,19 @@ def info(options: InfoOptions) -> int:
     facts = machine_facts()
     models = [_embedded(name, embedded_folder) for name in embedded_names()]
     models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
-    paths, equality = _fast_paths() if models[0]["installed"] else (None, None)
-    native = _native_forward(facts["dtype_auto"])
-    costs = CostStore().describe()
-    rows = _rows(facts, models, paths, equality, native, costs)
+    paths = equality = None
+    if models[0]["installed"]:
+        target = load_model("embedded:target")
+        paths, equality = list(target.fast_paths), target.equality
+    native = built(pick_dtype(facts["dtype_auto"], pick_device("cpu"))).reason or "compiled for this machine"
+    found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": CostStore().describe()}
+    rows = _rows(facts, models, found)
     rows[SMOLLM2] = "installed" if lacking is None else f"not installed; run {lacking}"
     if own is not None:
         rows |= _model_rows(own)
     rows["trained drafters"] = "\n".join(_describe_drafter(each, own) for each in drafters) or "none found"
     _print(terminal, rows)
     if options.report.json:
-        found = {"fast_paths": paths, "equality": equality, "native_forward": native, "cost_curves": costs}
         trained = [
             each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
             for each in drafters
@@ -98,14 +101,12 @@ def info(options: InfoOptions) -> int:
 class DraftersOptions:
     """Options of `truedraft drafters`."""
 
-    kind: str | None = option(None, "Tell all of this one, with its options.", "KIND", name="KIND")
+    kind: str | None = option(None, "Describe this one, with its options.", "KIND", name="KIND")
     report: ReportOptions = group("Report")
 
 
 def drafters(options: DraftersOptions) -> int:
-    """List what can be given as --drafter, or tell all of one."""
-    from truedraft.cli.terminal import Terminal
-
+    """List what can be given as --drafter, or describe one."""
     terminal = Terminal()
     if options.kind is None:
         described = drafter_words()
@@ -119,12 +120,7 @@ def drafters(options: DraftersOptions) -> int:
 
 
 def _model(name: str, terminal: Terminal) -> dict[str, Any]:
-    """How a model runs here, and the cost of its forwards.
-
-    Raises:
-        ModelError: there is no such model, or it cannot be loaded.
-    """
-    from truedraft.cli.session import quiet_hub
+    """How a model runs here, and the cost of its forwards."""
     from truedraft.engine.policy import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
@@ -145,17 +141,12 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     with contextlib.suppress(OptionError):  # too little free memory for the measurement
         bandwidth = read_bandwidth(model.device)
     return {
-        "parameters": model.parameters,
         "dtype": dtype_name(model.dtype),
-        "fingerprint": model.fingerprint,
-        "fast_paths": list(model.fast_paths),
-        "equality": model.equality,
-        "note": model.note,
+        **record_of(model, "parameters", "fingerprint", "fast_paths", "equality", "note", "weight_bytes"),
         "quantised": _OF_CODES if any(path.startswith("weights of") for path in model.fast_paths) else None,
         "chat": "no chat template" if notation is None else notation.described,
         "calls": None if notation is None else notation.name,
         "reasoning": None if marks is None else [marks.opening, marks.closing],
-        "weight_bytes": model.weight_bytes,
         "read_bytes_per_s": bandwidth,
         "context": context,
         "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS if context + rows <= model.context_length},
@@ -166,37 +157,20 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
     paths = ", ".join(model["fast_paths"]) or "its own modules as they are"
     seconds = {rows: model["forward_s"].get(str(rows)) for rows in _SHOWN}
     takes = ", ".join(f"{rows} token{'s' * (rows > 1)} {1e3 * s:.1f} ms" for rows, s in seconds.items() if s)
-    read, size, speed = [], model["weight_bytes"], model["read_bytes_per_s"]
-    if speed:
-        read = [
-            f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
-        ]
+    size, speed = model["weight_bytes"], model["read_bytes_per_s"]
     lines = [
         f"{model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}; runs by: {paths}",
-        f"a forward behind {model['context']} tokens: {takes}; a drafter pays where a call gives more tokens than it "
+        f"a forward after {model['context']} tokens: {takes}; a drafter pays where a call gives more tokens than it "
         "costs forwards of 1 token, drafting included",
-        *read,
+        f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
+        if speed
+        else "",
         f"greedy answers are {model['equality']} the same with a drafter",
         f"chats: {model['chat']}",
-        *(each for each in (model["quantised"], model["note"]) if each),
+        model["quantised"],
+        model["note"],
     ]
-    return {"--model": "\n".join(lines)}
-
-
-def _fast_paths() -> tuple[list[str], str]:
-    """The fast paths of the embedded target on this machine, and how equal their answers are to the plain forward's."""
-    from truedraft.models.loading import load_model
-
-    target = load_model("embedded:target")
-    return list(target.fast_paths), target.equality
-
-
-def _native_forward(dtype: str) -> str:
-    """Whether Llama-like models use the native forward on this machine's CPU, and if not, why."""
-    from truedraft.machine import pick_device, pick_dtype
-    from truedraft.models.backends.native.build import built
-
-    return built(pick_dtype(dtype, pick_device("cpu"))).reason or "compiled for this machine"
+    return {"--model": "\n".join(line for line in lines if line)}
 
 
 def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
@@ -215,43 +189,29 @@ def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
 
 
 def _summary(card: Path) -> str | None:
-    """The first sentence-like line after the card's title."""
+    """The first line after the card's title."""
     if not card.is_file():
         return None
-    lines = [line.strip() for line in card.read_text(encoding="utf-8").splitlines()]
-    titles = [number for number, line in enumerate(lines) if line.startswith("# ")]
-    body = lines[titles[0] + 1 :] if titles else []
-    return next((line for line in body if line), None)
+    found = re.search(r"^\s*# .*\n\s*(\S.*)", card.read_text(encoding="utf-8"), re.MULTILINE)
+    return None if found is None else found[1].strip()
 
 
-def _rows(
-    facts: dict[str, Any],
-    models: list[dict[str, Any]],
-    paths: list[str] | None,
-    equality: str | None,
-    native: str,
-    costs: str,
-) -> dict[str, str]:
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers"))
-    cuda = ", ".join(facts["cuda_devices"]) or "no device"
+def _rows(facts: dict[str, Any], models: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, str]:
+    paths = found["fast_paths"]
     bfloat16 = "with" if facts["bfloat16_instructions"] else "without"
     rows = {
         "truedraft": facts["truedraft"],
-        "versions": versions,
+        "versions": ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "transformers")),
         "platform": facts["platform"],
         "cpu": f"{facts['cpu']}, {facts['cores']} cores, {facts['cpu_capability']}, {bfloat16} bfloat16 instructions",
-        "cuda": cuda,
+        "cuda": ", ".join(facts["cuda_devices"]) or "no device",
         "by default": f"device {facts['device_auto']}, dtype {facts['dtype_auto']}, threads {facts['threads']}",
     }
     if paths is not None:
         rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
-    if equality is not None:
-        rows["greedy answers"] = f"{equality} the same with a drafter, by the embedded target in this dtype"
-    rows["native forward"] = native
-    rows["cost curves"] = costs
-    for model in models:
-        rows[model["name"]] = _describe(model)
-    return rows
+        rows["greedy answers"] = f"{found['equality']} the same with a drafter, by the embedded target in this dtype"
+    rows |= {"native forward": found["native_forward"], "cost curves": found["cost_curves"]}
+    return rows | {model["name"]: _describe(model) for model in models}
 
 
 def _print(terminal: Terminal, rows: dict[str, str]) -> None:

@@ -13,9 +13,8 @@ import typer
 
 from truedraft import __version__
 from truedraft.cli.bench import bench
-from truedraft.cli.certify import stack
+from truedraft.cli.certify import sampler, stack
 from truedraft.cli.certify_engines import compare, engine
-from truedraft.cli.certify_samplers import sampler
 from truedraft.cli.chat import chat
 from truedraft.cli.doctor import doctor
 from truedraft.cli.export import export
@@ -36,7 +35,7 @@ def build_app() -> typer.Typer:
     """The command with all its subcommands."""
     app = typer.Typer(
         name="truedraft",
-        help="Faster answers from a causal language model, with exactly the answers it gives alone.",
+        help="Faster answers from a causal language model, with exactly the answers of plain decoding.",
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -89,15 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not output_is_open():
-        return _untold(words, DONE)
+        return _unwritten_status(words, DONE)
     status = _run(words)
-    return status if output_was_taken() else _untold(words, status)
+    return status if output_was_taken() else _unwritten_status(words, status)
 
 
 def _run(words: list[str]) -> int:
     """Run one command; if a JSON object is requested, standard output ends with one in any case."""
     app = typer.main.get_command(build_app())
-    slow = threading.Timer(_PATIENCE_S, _say_what_is_imported)
+    slow = threading.Timer(_PATIENCE_S, _print_import)
     slow.daemon = True
     slow.start()
     try:
@@ -105,7 +104,7 @@ def _run(words: list[str]) -> int:
             warnings.simplefilter("ignore")
             status = app.main(args=words, prog_name="truedraft", standalone_mode=False)
     except SystemExit as stop:  # typer exits this way if the reader closed standard output
-        return stop.code if isinstance(stop.code, int) and stop.code != FAILED else _untold(words, DONE)
+        return stop.code if isinstance(stop.code, int) and stop.code != FAILED else _unwritten_status(words, DONE)
     except typer.Abort:
         return _failed(words, KeyboardInterrupt())
     except (Exception, KeyboardInterrupt) as error:
@@ -115,7 +114,7 @@ def _run(words: list[str]) -> int:
     return status if isinstance(status, int) else DONE
 
 
-def _say_what_is_imported() -> None:
+def _print_import() -> None:
     if "torch" in sys.modules and "truedraft.models.loading" not in sys.modules:
         say("loading torch and transformers")
 
@@ -123,14 +122,14 @@ def _say_what_is_imported() -> None:
 def _failed(words: Sequence[str], error: BaseException) -> int:
     """Report an error to people and, if requested, as JSON."""
     if not output_was_taken():
-        return _untold(words, DONE)
+        return _unwritten_status(words, DONE)
     status = report(error)
     if "--json" in words:
         sys.stdout.write(json_line(error_record(_command_in(words), error)))
     return status
 
 
-def _untold(words: Sequence[str], status: int) -> int:
+def _unwritten_status(words: Sequence[str], status: int) -> int:
     """The exit status if standard output could not be written: 1; in certify 3, unless a check failed."""
     return UNDECIDED if words[:1] == ["certify"] and status != FAILED else FAILED
 

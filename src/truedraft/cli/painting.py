@@ -14,11 +14,11 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from truedraft.cli.streams import visible
+from truedraft.cli.terminal import Terminal
 from truedraft.core.verdict import Origin
 from truedraft.text.detokenizer import StreamDetokenizer
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.engine import Answer, Piece
     from truedraft.text.tokenizer import Tokenizer
 

@@ -1,4 +1,8 @@
-"""From a dataclass of options to a command: its fields become typer's parameters, and the parsed values a dataclass."""
+"""From a dataclass of options to a command: its fields become typer's parameters, and the parsed values a dataclass.
+
+Values are checked before slow imports and before a model is loaded; the code that uses one parses it again, and refuses
+what depends on a model or a device.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,24 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from truedraft.cli import words
 from truedraft.cli.failures import InterruptedCommandError, describe, is_usage_error
-from truedraft.errors import OptionError, TruedraftError, errors_about
+from truedraft.drafters.registry import ENGINES, refuse_no_folder
+from truedraft.drafters.specs import check_drafter_words
+from truedraft.engine.policy.specs import controller_from_spec
+from truedraft.errors import DataError, OptionError, TruedraftError, UnknownOptionError, errors_about
+from truedraft.files import named_adapter, refuse_lost_model, refuse_no_adapter, user_path
 from truedraft.lazy import compile_ahead
-from truedraft.options import Group, Option
+from truedraft.models.embedded import embedded_folder
+from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, Group, Option, read_bytes
+from truedraft.verification.specs import rule_words
 
 Command = Callable[[Any], int]
 """A command: from one dataclass of options to an exit status."""
-Check = Callable[[str, Any], None]
-"""Refuses invalid values; called with the option's name on the command line and the value."""
 Read = TypeVar("Read")
 _NOTHING = Group("")
 _ALL = "help_all"
@@ -92,19 +100,24 @@ class _Parameter:
             info = typer.Option(self.option.name or self.typed_name, **more)
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
-    def value(self, typed: Any, check: Check) -> Any:
+    def value(self, typed: Any, with_files: bool) -> Any:
         """The field's value, from typer's.
+
+        Args:
+            with_files: whether to check what is the same in all commands, such as that files exist.
 
         Raises:
             TruedraftError: it is invalid in any command, or required and missing.
         """
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
-                raise OptionError("must be given, or its value alone behind the command", field=self.name)
+                raise OptionError("must be given, or its value as an argument", field=self.name)
             return self.default
+        check = _CHECKS.get(f"{self.typed_name} {self.option.metavar}") or _CHECKS.get(self.typed_name)
         with errors_about(self.name):
             for each in (typed or self.default) if self.repeated else [typed]:
-                check(f"{self.typed_name} {self.option.metavar}", each)
+                if check is not None and with_files and each is not None:
+                    check(each)
         if self.repeated:
             return tuple(typed or self.default)
         least = self.option.least
@@ -113,14 +126,14 @@ class _Parameter:
         return typed
 
 
-def command(run: Command, names: Mapping[str, str] | None = None, check: Check = words.check) -> Callable[..., int]:
+def command(run: Command, names: Mapping[str, str] | None = None, with_files: bool = True) -> Callable[..., int]:
     """A function for typer with the options of the dataclass that `run` takes.
 
     An error about a field gets the option's name on the command line.
 
     Args:
         names: further names in errors, with their names on the command line.
-        check: refuses values that are invalid in any command.
+        with_files: see `_Parameter.value`.
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
@@ -136,7 +149,7 @@ def command(run: Command, names: Mapping[str, str] | None = None, check: Check =
             typed.pop(_ALL, None)
             for each in parameters.values():
                 _take_bare(each, typed)
-            values = {name: parameters[name].value(given, check) for name, given in typed.items()}
+            values = {name: parameters[name].value(given, with_files) for name, given in typed.items()}
             if "model" in parameters:
                 compile_ahead()
             return run(_made(kind, _NOTHING, values))
@@ -168,16 +181,12 @@ def _help_all(hidden: int) -> inspect.Parameter:
 
 
 def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
-    """Use a positional argument as the option's value.
-
-    Raises:
-        OptionError: both were given.
-    """
+    """Use a positional argument as the option's value."""
     positional = typed.pop(parameter.bare_name, None)
     if positional is None:
         return
     if (given := typed[parameter.name]) is not None and given != positional:
-        raise OptionError(f"is {given!r}, and {positional!r} stands behind the command; give one", field=parameter.name)
+        raise OptionError(f"is {given!r}, and the argument is {positional!r}; give one", field=parameter.name)
     typed[parameter.name] = positional
 
 
@@ -208,7 +217,7 @@ def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
             for each in given if isinstance(given, list | tuple) else [given]:
                 typed += [option, str(each)]
     app = typer.Typer(add_completion=False)
-    app.command()(command(keep, check=lambda name, value: None))
+    app.command()(command(keep, with_files=False))
     try:
         typer.main.get_command(app).main(typed, standalone_mode=False)
     except TruedraftError:
@@ -248,3 +257,89 @@ def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
 def _types(of: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(of)
     return {name: hint for name, hint in hints.items() if name != "return" and not isinstance(hint, types.NoneType)}
+
+
+# ---------------------------------------------------------------------------------------- checks of values
+
+
+def _one_of(what: str, *valid: str) -> Callable[[str], None]:
+    def look(value: str) -> None:
+        if value not in valid:
+            raise UnknownOptionError.nearest(what, value, valid)
+
+    return look
+
+
+def _device(value: str) -> None:
+    _one_of("device", "auto", "cpu", "cuda")(value.partition(":")[0])
+
+
+def _model(value: str) -> None:
+    if value.startswith("embedded:"):
+        embedded_folder(value.removeprefix("embedded:"))
+    else:
+        refuse_lost_model(value)
+
+
+def _plan(file: Path) -> None:
+    if not user_path(file).exists():
+        raise DataError(f"cannot read the plan {str(file)!r}: No such file or directory")
+
+
+def _data(value: Path) -> None:
+    said = str(value)
+    if said != "self" and not said.startswith("hf:") and not user_path(value).exists():
+        raise DataError(f"there is no data file {said!r}; check the path")
+
+
+def _prompts(value: str | Path) -> None:
+    file = user_path(value)
+    if {*file.suffixes} & {".json", ".jsonl", ".txt"} and not file.exists():
+        raise DataError(f"there is no prompts file {str(value)!r}; check the path")
+
+
+def _readable(field: str) -> Callable[[Path], None]:
+    def look(file: Path) -> None:
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise OptionError(f"cannot be read ({error.strerror or error}): {str(file)!r}", field=field) from error
+
+    return look
+
+
+def _port(value: int) -> None:
+    if value > 65_535:
+        raise OptionError(f"must be at most 65535, got {value}", field="port")
+
+
+_CHECKS: Mapping[str, Callable[[Any], object]] = {
+    "--adapters": named_adapter,
+    "--allow-rule": rule_words,
+    "--api-key-file": _readable("api_key_file"),
+    "--chat-template": _readable("chat_template"),
+    "--controller": controller_from_spec,
+    "--data": _data,
+    "--device": _device,
+    "--drafter D": check_drafter_words,  # in other commands it is a path
+    "--drafters-dir": refuse_no_folder,
+    "--dtype": lambda value: _one_of("dtype", "auto", *DTYPE_NAMES)(value.removeprefix("torch.")),
+    "--for": _one_of("engine", *ENGINES),
+    "--held-out": _data,
+    "--max-body-bytes": lambda value: read_bytes("max_body_bytes", value),
+    "--max-cache-bytes": lambda value: read_bytes("max_cache_bytes", value),
+    "--merge-adapter": refuse_no_adapter,
+    "--model": _model,
+    "MODEL": _model,
+    "--pad-to": _one_of("padding size", *PADDED_NAMES),
+    "--plan": _plan,
+    "--port": _port,
+    "--prefix-cache-bytes": lambda value: read_bytes("prefix_cache_bytes", value),
+    "--prompts": _prompts,
+    "--rule": rule_words,
+    "--simulate": _plan,
+    "--start-from": lambda folder: refuse_lost_model(str(folder)),
+    "--tls-certificate": _readable("tls_certificate"),
+    "--tls-key": _readable("tls_key"),
+    "--weights": _one_of("weights", *BITS),
+}

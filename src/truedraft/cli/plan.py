@@ -9,19 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
-from truedraft.cli.plan_load import LoadOptions, tell_load
-from truedraft.cli.plan_pictures import PlanOutput
-from truedraft.cli.prompts import HELDOUT, PromptOptions, read_prompts
-from truedraft.cli.session import DRAFTER_HELP, ReportOptions
-from truedraft.cli.streams import json_line, say
-from truedraft.cli.terminal import Terminal, print_table
+from truedraft.cli.plan_report import (
+    LoadOptions,
+    PlanOutput,
+    break_even_text,
+    draw_batches,
+    draw_plan,
+    plan_record,
+    print_check,
+    print_plan,
+    print_recommended,
+    report_load,
+)
+from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, PromptOptions, read_prompts
+from truedraft.cli.session import (
+    DRAFTER_HELP,
+    ReportOptions,
+    RunOptions,
+    derived_seed,
+    encoded,
+    load_alone,
+    prepare_prompts,
+    with_model,
+)
+from truedraft.cli.streams import say
+from truedraft.cli.terminal import Terminal, interval_text
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, errors_about
-from truedraft.options import MachineOptions, ModelOptions, check_not_negative, check_share, flag, group, option
+from truedraft.options import (
+    MachineOptions,
+    ModelOptions,
+    changed_fields,
+    check_not_negative,
+    check_share,
+    group,
+    option,
+)
 
 if TYPE_CHECKING:
-    from truedraft.core.intervals import Interval
-    from truedraft.measure import Plan, Prediction, WhatIf
+    from truedraft.measure import Plan, Prediction
     from truedraft.measure.bench import Group, Results
     from truedraft.models.base import LanguageModel
 
@@ -30,11 +56,10 @@ _LEAST_PROMPTS = 4
 """One prompt in so many is held out to check the plan."""
 _PARTS = 100
 _NO_INTERVAL = {"low": None, "high": None}  # for a single prompt
-_LONGEST = 12
-_USUAL_CONTEXT = 128
+_LONGEST = 12  # number of drafted tokens in the table of formulas
+_CONTEXT = 128  # tokens, for the estimated duration
 # A replay of a drafter takes about as long as the target's answers; measuring its costs takes so many seconds.
 _REPLAYED, _MEASURED_S = 1.0, 3.0
-_MEGA, _MILLI = 1e6, 1e3
 
 
 @dataclass(frozen=True)
@@ -48,18 +73,14 @@ class WhatToPlan:
         shown_default="all that are known to fit",
         heading="Model and drafter",
     )
-    prompts: str = option(HELDOUT, "heldout: those that ship; or a .jsonl, .json or .txt file.", "FILE")
-    limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
-    batch: int = option(1, "Requests that are answered together.", "N", least=1)
-    runs: int = option(3, "How often each way answers the prompts that check the plan.", "N", least=1)
-    refresh_costs: bool = flag("Measure cost curves again, also where kept ones would do.")
+    prompts: str = option(HELDOUT, PROMPTS_HELP, "FILE")
 
 
 @dataclass(frozen=True)
 class ClosedForms:
     """Formulas only, without a model."""
 
-    alpha: float | None = option(None, "Acceptance rate: formulas alone, no model is loaded. Needs --cost.", "A")
+    alpha: float | None = option(None, "Acceptance rate: only formulas, no model is loaded. Needs --cost.", "A")
     cost: float | None = option(None, "Time of drafting one token over time of one target call.", "C")
     length: int | None = option(None, "Drafted tokens.", "N", shown_default="the best", least=0)
 
@@ -86,9 +107,10 @@ class PlanOptions:
 
     model: ModelOptions = group("Model and drafter")
     what: WhatToPlan = group("What to plan with")
+    runs: RunOptions = group("What to plan with", runs=3)
     prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts", "image"))
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
-    closed: ClosedForms = group("Formulas alone")
+    closed: ClosedForms = group("Formulas")
     what_if: Simulation = group("What if")
     load: LoadOptions = group("Load")
     report: PlanReport = group("Report")
@@ -98,8 +120,8 @@ class PlanOptions:
 def plan(options: PlanOptions) -> int:
     """Find the drafter and its sizes for your prompts on this machine, and check by running it.
 
-    The target answers the prompts once. Every drafter and size is replayed on its answers, and the measured cost of
-    drafting and checking set against what it brings. The best one is then run on prompts that were kept back.
+    The target answers the prompts once. Every drafter and size is replayed on its answers, and its gain compared with
+    the measured cost of drafting and checking. The best one is then run on held-out prompts.
     """
     _check_ways(options)
     if options.closed.alpha is not None:
@@ -116,13 +138,11 @@ def _check_ways(options: PlanOptions) -> None:
         missing, given = ("alpha", "cost") if closed.alpha is None else ("cost", "alpha")
         raise OptionError(f"is needed with --{given}; give both, or neither", field=missing)
     if closed.alpha is None and closed.length is not None:
-        raise OptionError("goes with --alpha and --cost; leave it out", field="length")
+        raise OptionError("is for --alpha and --cost; leave it out", field="length")
     if closed.alpha is not None and what_if.simulate is not None:
         raise OptionError("and --simulate are two ways to plan; leave one of them out", field="alpha")
-    if what_if.simulate is None:
-        for name in ("bandwidth", "draft_cost"):
-            if getattr(what_if, name) != 1.0:
-                raise OptionError("goes with --simulate; make a plan with --out first", field=name)
+    if what_if.simulate is None and (changed := changed_fields(what_if)):
+        raise OptionError("is for --simulate; make a plan with --out first", field=changed[0])
     options.load.check(with_curves=closed.alpha is None)
 
 
@@ -137,26 +157,23 @@ def _closed(options: PlanOptions) -> int:
     check_not_negative("cost", cost)
     best = best_gamma(alpha, cost)
     length = best if options.closed.length is None else options.closed.length
-    lengths = sorted({*range(1, _LONGEST + 1), *([length] if length else [])})
-    rows = [
-        {
-            "length": each,
-            "tokens_per_call": expected_tokens(alpha, each),
-            "speedup": speedup(alpha, each, cost),
-            "operations": operations_factor(alpha, each, cost),
+
+    def gain(length: int) -> dict[str, float]:
+        return {
+            "length": length,
+            "tokens_per_call": expected_tokens(alpha, length),
+            "speedup": speedup(alpha, length, cost),
+            "operations": operations_factor(alpha, length, cost),
         }
-        for each in lengths
-    ]
+
+    rows = [gain(each) for each in sorted({*range(1, _LONGEST + 1), *([length] if length else [])})]
     record = {
         "command": "plan",
         "status": DONE,
         "alpha": alpha,
         "cost": cost,
-        "length": length,
+        **gain(length),
         "best_length": best,
-        "tokens_per_call": expected_tokens(alpha, length),
-        "speedup": speedup(alpha, length, cost),
-        "operations": operations_factor(alpha, length, cost),
         "pays": pays(alpha, cost),
         "least_speedup": least_speedup(alpha, cost),
         "break_even_cost": alpha,
@@ -164,17 +181,14 @@ def _closed(options: PlanOptions) -> int:
     }
     terminal = Terminal()
     titles = ("drafted tokens", "tokens per call", "speed-up", "operations")
-    print_table(titles, [_numbers(row.values()) for row in rows], terminal.out)
+    terminal.table(titles, [_numbers(row.values()) for row in rows])
     for line in _closed_lines(record):
-        terminal.out.print(line, soft_wrap=True)
-    if options.report.out is not None:
-        output = PlanOutput(options.report.out, f"{_FORMULAS}.json")
-        output.write(json_line(record))
-        names = zip(list(rows[0])[1:], titles[1:], strict=True)
-        lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
-        heading = f"acceptance rate {alpha:g}, cost {cost:g}"
-        output.draw(_FORMULAS, lines, (heading, "drafted tokens", ""), even=True)
-        terminal.note(f"written: {output.record}")
+        terminal.print(line)
+    output = PlanOutput(options.report.out, f"{_FORMULAS}.json", terminal)
+    names = zip(list(rows[0])[1:], titles[1:], strict=True)
+    lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
+    output.draw(_FORMULAS, lines, (f"acceptance rate {alpha:g}, cost {cost:g}", "drafted tokens", ""), even=True)
+    output.write(record)
     if options.report.json:
         terminal.json(record)
     return DONE
@@ -206,7 +220,7 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     with errors_about("simulate"):
         made = read_plan(file)
     what_if = WhatIf(options.what_if.bandwidth, options.what_if.draft_cost)
-    batch = options.what.batch
+    batch = options.runs.batch
     found, now = made.best(batch, what_if), made.best()
     recommended = made.recommended(batch, what_if)
     as_made = {each.drafting.drafter: each for each in now}
@@ -215,16 +229,18 @@ def _simulate(options: PlanOptions, file: Path) -> int:
             each.option.drafter,
             f"{each.option.tokens_per_call.value:.2f}",
             f"{as_made[each.drafting.drafter].speedup.value:.2f}",
-            _interval(each.speedup),
-            _break_even(made, each, what_if),
+            interval_text(each.speedup),
+            break_even_text(made, each, what_if),
         )
         for each in found
     ]
     terminal = Terminal()
-    then = f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as dear"
-    terminal.out.print(f"{made.model.get('model')}: {then}", style="dim", soft_wrap=True)
-    print_table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows, terminal.out)
-    terminal.out.print(f"recommended then: {recommended}", style="bold", soft_wrap=True)
+    then = (
+        f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as expensive"
+    )
+    terminal.print(f"{made.model.get('model')}: {then}", style="dim")
+    terminal.table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows)
+    terminal.print(f"recommended then: {recommended}", style="bold")
     record = {
         "command": "plan",
         "status": DONE,
@@ -235,14 +251,12 @@ def _simulate(options: PlanOptions, file: Path) -> int:
         "recommended_as_planned": made.recommended(),
         "predicted": [prediction_record(each) for each in found],
     }
-    output = None if options.report.out is None else PlanOutput(options.report.out, f"{_WHAT_IF}.json")
-    if output is not None and output.record.resolve() == file.expanduser().resolve():
+    output = PlanOutput(options.report.out, f"{_WHAT_IF}.json", terminal)
+    if output.record is not None and output.record.resolve() == file.expanduser().resolve():
         raise OptionError("would write over the plan that it reads; name another file", field="out")
-    record |= tell_load(made, options.load, terminal, output, what_if)
-    if output is not None:
-        output.write(json_line(record))
-        _draw_batches(made, found, output, _WHAT_IF, what_if)
-        terminal.note(f"written: {output.record}")
+    record |= report_load(made, options.load, terminal, output, what_if)
+    draw_batches(made, found, output, _WHAT_IF, what_if)
+    output.write(record)
     if options.report.json:
         terminal.json(record)
     return DONE
@@ -252,37 +266,29 @@ def _simulate(options: PlanOptions, file: Path) -> int:
 
 
 def _plan(options: PlanOptions) -> int:
-    from truedraft.cli.session import derived_seed, quiet_hub, set_threads, waiting, with_model
-    from truedraft.models.loading import load_model
-
     terminal, params = Terminal(), options.sampling
     with errors_about("prompts"):
         prompts = _prompts(options)
-    output = None if options.report.out is None else PlanOutput(options.report.out, _FILE)
-    set_threads(options.machine.threads)
-    model = with_model(options.model)
-    with waiting(terminal.err, f"loading {model.model}"), quiet_hub(), errors_about("model"):
-        target = load_model(model.model, **model.of_target, **options.machine.of_models)
+    output = PlanOutput(options.report.out, _FILE, terminal)
+    target = load_alone(with_model(options.model), options.machine, terminal.err)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
     requests = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, requests)
     made = _made(options, target, planned, params, terminal)
     best = made.best()
     predicted = next((each for each in best if each.option.drafter == made.recommended()), best[0])
-    _print_plan(made, best, terminal)
-    results = _run(target, predicted.option.drafter, kept_back, options.what.runs, terminal)
+    print_plan(made, best, terminal)
+    results = _run(target, predicted.option.drafter, kept_back, options.runs.runs, terminal)
     checked = _check(results, predicted, target, params)
     if checked["speedup"] is not None:
         made = dataclasses.replace(made, measured={predicted.option.drafter: checked["speedup"]["value"]})
-    _print_check(checked, terminal)
-    _print_recommended(made, predicted, terminal)
+    print_check(checked, terminal)
+    print_recommended(made, predicted, terminal)
     for failure in results.failures:
         say(f"error: {failure.describe()}")
-    record = _record(made, best, checked) | tell_load(made, options.load, terminal, output)
-    if output is not None:
-        output.write(json_line(made.to_dict() | {key: record[key] for key in ("predicted", "check")}))
-        _draw(made, best, output)
-        terminal.note(f"written: {output.record}")
+    record = plan_record(made, best, checked) | report_load(made, options.load, terminal, output)
+    draw_plan(made, best, output)
+    output.write(made.to_dict() | {key: record[key] for key in ("predicted", "check")})
     failed = bool(results.failures) or checked.get("identical") is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     if options.report.json:
@@ -291,14 +297,10 @@ def _plan(options: PlanOptions) -> int:
 
 
 def _prompts(options: PlanOptions) -> list[Any]:
-    """The requested number of prompts.
-
-    Raises:
-        OptionError: there are too few to hold one out.
-    """
+    """The requested number of prompts."""
     from truedraft.measure.bench import spread
 
-    prompts = spread(read_prompts(None, options.what.prompts), options.what.limit)
+    prompts = spread(read_prompts(None, options.what.prompts), options.runs.limit)
     if len(prompts) < _LEAST_PROMPTS:
         raise OptionError(
             f"must be {_LEAST_PROMPTS} or more, for one in {_LEAST_PROMPTS} is kept back to check the plan; there are "
@@ -311,12 +313,9 @@ def _split(
     options: PlanOptions, target: LanguageModel, requests: Sequence[Any]
 ) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
     """Three of four prompts for the plan; the fourth to check it, in groups that are answered together."""
-    from truedraft.cli.session import as_chat, encoded
     from truedraft.measure.bench import grouped
 
-    if options.prompt.chat:
-        requests = as_chat(target, requests, trust_control_tokens=options.prompt.trust_control_tokens)
-    singles, failures = encoded(target, requests, 1)
+    singles, failures = encoded(target, prepare_prompts(target, requests, options.prompt), 1)
     for failure in failures:
         warn(f"left out: {failure.describe()}")
     usable = [(each.names[0], list(each.prompts[0]), each.params) for each in singles]
@@ -324,7 +323,7 @@ def _split(
         raise OptionError(f"must be {_LEAST_PROMPTS} or more that can be answered, got {len(usable)}", field="prompts")
     kept_back = usable[_LEAST_PROMPTS - 1 :: _LEAST_PROMPTS]
     planned = [each for number, each in enumerate(usable) if number % _LEAST_PROMPTS != _LEAST_PROMPTS - 1]
-    return planned, grouped(kept_back, options.what.batch)
+    return planned, grouped(kept_back, options.runs.batch)
 
 
 def _made(
@@ -342,14 +341,14 @@ def _made(
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
     fitting = fitting_drafters(target, warn) if "auto" in typed else {}
     drafters = list(dict.fromkeys(words for each in typed for words in (fitting if each == "auto" else (each,))))
-    costs = StepCosts(target, refresh=options.what.refresh_costs)
+    costs = StepCosts(target, refresh=options.runs.refresh_costs)
     with terminal.progress("plan", _PARTS) as show:
         show(0, "costs of the target")
         forwards = costs.forwards()
         if costs.measuring_s == 0.0 and (why := outdated(Engine(target), forwards)):
             warn(why)
             costs = StepCosts(target, refresh=True)
-        said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_USUAL_CONTEXT]))])
+        said = iter([_announced(options, drafters, len(prompts), costs.forwards()(1, [_CONTEXT]))])
 
         def report(done: float, remark: str) -> None:
             for sentence in said if done else ():  # the drafters are loaded
@@ -361,7 +360,7 @@ def _made(
             drafters,
             prompts,
             params,
-            batch=options.what.batch,
+            batch=options.runs.batch,
             made=fitting,
             costs=costs,
             progress=report,
@@ -372,16 +371,10 @@ def _made(
 
 
 def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step_s: float) -> str:
-    """What is done with how many prompts, and about how long it takes.
-
-    Args:
-        drafters: specifications of the candidates.
-        prompts: number of prompts for the plan; a third as many check it.
-        step_s: seconds per plain step.
-    """
+    """What is done with how many prompts, and about how long it takes."""
     from truedraft.training.workspace import duration
 
-    checked = options.what.runs * (prompts // (_LEAST_PROMPTS - 1)) * 2
+    checked = options.runs.runs * (prompts // (_LEAST_PROMPTS - 1)) * 2
     answers = prompts * (1 + _REPLAYED * len(drafters)) + checked
     seconds = answers * options.sampling.max_tokens * step_s + _MEASURED_S * len(drafters)
     return (
@@ -444,156 +437,3 @@ def _rate(rows: Sequence[Any]) -> tuple[float, float]:
     """Tokens after the first in the run of median speed, and their seconds."""
     median = sorted(rows, key=lambda row: row.decode_tokens_per_s)[(len(rows) - 1) // 2]
     return round(median.decode_tokens_per_s * median.decode_s), median.decode_s
-
-
-# ------------------------------------------------------------------------------- output
-
-
-def _print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> None:
-    rows = [
-        (
-            each.option.drafter,
-            _interval(each.option.tokens_per_call),
-            _interval(each.speedup),
-            _break_even(made, each),
-            f"{_MILLI * (each.step_s - each.plain_s):+.2f}",
-            f"{each.drafting.memory.weights / _MEGA:.0f}",
-            f"{each.drafting.memory.cached_token}",
-        )
-        for each in best
-    ]
-    temperature = made.sampling.get("temperature")
-    how = "greedy" if not temperature else f"temperature {temperature:g}"
-    about = (
-        f"{made.model.get('model')}, {made.model.get('dtype')}, {made.machine.get('threads')} threads, {how}, batch "
-        f"{made.batch}; {made.prompts} prompts, {made.tokens} tokens, {made.memory.weights / _MEGA:.0f} MB of weights, "
-        f"{made.memory.cached_token} bytes a cached token"
-    )
-    terminal.out.print()
-    terminal.out.print(about, style="dim", soft_wrap=True)
-    titles = ("drafter, best size", "tokens per call", "predicted speed-up", "no gain from batch")
-    print_table((*titles, "ms more a step", "MB", "bytes a token"), rows, terminal.out)
-    ways = made.ways(best[0].drafting.drafter)
-    if len(ways) > 1:
-        listing = "; ".join(
-            f"{each.option.drafter} {each.option.tokens_per_call.value:.2f}, {each.speedup.value:.2f}" for each in ways
-        )
-        terminal.out.print(
-            f"the best of each way to draft it, tokens per call and predicted speed-up: {listing}",
-            style="dim",
-            soft_wrap=True,
-        )
-
-
-def _print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
-    measured, tokens = checked["speedup"], checked["tokens_per_call"]
-    faster = "-" if measured is None else _of(measured)
-    rows = [
-        ("tokens per call", _of(checked["predicted_tokens_per_call"]), f"{tokens:.2f}"),
-        ("speed-up", _of(checked["predicted_speedup"]), faster),
-        ("speed-up with as many tokens per call", f"{checked['predicted_at_measured_tokens']:.2f}", faster),
-    ]
-    prompts = checked["prompts"]
-    terminal.out.print()
-    terminal.out.print(
-        f"{checked['drafter']} run in turns with plain decoding, {prompts} prompts that the plan has not seen",
-        style="dim",
-        soft_wrap=True,
-    )
-    print_table(("", "predicted", "measured"), rows, terminal.out)
-    high = None if measured is None else measured["high"]
-    if high is not None and high < checked["predicted_at_measured_tokens"]:
-        terminal.out.print(
-            "note: slower than predicted, for the prediction has forwards and drafting alone; verdicts and the host "
-            "take the rest",
-            style="dim",
-            soft_wrap=True,
-        )
-
-
-def _print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
-    found, words = made.recommended(), run.option.drafter
-    why = ""
-    if found != words:
-        why = f"; {words} was predicted {run.speedup.value:.2f}"
-        why += f", and measured {made.measured[words]:.2f}" if words in made.measured else ""
-    elif words not in made.measured:
-        why = "; it was not measured"
-    terminal.out.print(f"recommended: {found}{why}", style="bold", soft_wrap=True)
-
-
-def _record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, Any]) -> dict[str, Any]:
-    from truedraft.measure import prediction_record
-
-    measured = checked["speedup"]
-    predicted = [
-        prediction_record(each)
-        | {
-            "break_even_batch": made.break_even(each),
-            "weight_bytes": each.drafting.memory.weights,
-            "cached_token_bytes": each.drafting.memory.cached_token,
-            "ms_more_a_step": _MILLI * (each.step_s - each.plain_s),
-        }
-        for each in best
-    ]
-    return {
-        "command": "plan",
-        "recommended": made.recommended(),
-        "speedup": None if measured is None else measured["value"],
-        "tokens_per_s": checked["decode_tokens_per_s"],
-        "identical": checked["identical"],
-        "predicted": predicted,
-        "ways": [prediction_record(each) for each in made.ways(best[0].drafting.drafter)],
-        "check": dict(checked),
-        "model": dict(made.model),
-        "machine": dict(made.machine),
-        "sampling": dict(made.sampling),
-        "prompts": made.prompts,
-        "tokens": made.tokens,
-        "context": made.context,
-        "batch": made.batch,
-        "weight_bytes": made.memory.weights,
-        "cached_token_bytes": made.memory.cached_token,
-    }
-
-
-def _draw(made: Plan, best: Sequence[Prediction], output: PlanOutput) -> None:
-    """Draw survival by depth, cost curves, and speedup by batch size, of each drafter's best size."""
-    survival = {
-        each.drafting.drafter: [(float(depth), share) for depth, share in enumerate(each.drafting.survival, 1)]
-        for each in best
-    }
-    output.draw("survival", survival, ("Survival by depth", "drafted token", "share of steps in which it is accepted"))
-    costs = {"the target's forward, by rows": [(n, _MILLI * made.forwards(n, [made.context])) for n in range(1, 33)]}
-    for each in best:
-        costs[f"{each.drafting.drafter}, by depth"] = [
-            (point.depth, _MILLI * point.seconds) for point in each.drafting.cost.points
-        ]
-    output.draw("costs", costs, ("What forwards and proposals cost", "rows, or depth", "milliseconds"))
-    _draw_batches(made, best, output, "batches")
-
-
-def _draw_batches(
-    made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
-) -> None:
-    over = {
-        each.option.drafter: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best
-    }
-    labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
-    output.draw(name, over, labels, log=True, even=True)
-
-
-def _interval(found: Interval) -> str:
-    return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _of(found: Mapping[str, float | None]) -> str:
-    value, low, high = found["value"], found["low"], found["high"]
-    return f"{value:.2f}" if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _break_even(made: Plan, prediction: Prediction, what_if: WhatIf | None = None) -> str:
-    from truedraft.measure import BATCHES
-
-    found = made.break_even(prediction, what_if)
-    return f"above {BATCHES[-1]}" if found is None else str(found)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from truedraft.models.multimodal import MultimodalPrompt
 
 HELDOUT = "heldout"
+PROMPTS_HELP = "heldout: those that ship; or a .jsonl, .json or .txt file."
 
 _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 # Keys that a line cannot set: options of the command, and options of other programs.
@@ -43,20 +44,20 @@ class NamedPrompt:
     Attributes:
         name: the object's id in a file, else its number from 1.
         options: sampling options of its line, which override those of the command.
-        seen: the output of the model's processor for text and pictures; None without pictures.
-        said: the user's message, if the prompt is a chat.
+        processed: the output of the model's processor for text and pictures; None without pictures.
+        message: the user's own, if the prompt is a chat.
     """
 
     name: str
     prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
-    seen: MultimodalPrompt | None = None
-    said: str | None = None
+    processed: MultimodalPrompt | None = None
+    message: str | None = None
 
     @property
     def whole(self) -> str | list[int] | MultimodalPrompt:
-        return self.prompt if self.seen is None else self.seen
+        return self.prompt if self.processed is None else self.processed
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _images(record: Mapping[str, Any], place: str, allowed: bool) -> tuple[str, 
     if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
         raise DataError(f'{place}: "images" must be a list of files')
     if found and not allowed:
-        raise DataError(f"{place}: this command takes text alone, and the line has images; remove them")
+        raise DataError(f"{place}: this command takes only text, and the line has images; remove them")
     return tuple(found)
 
 

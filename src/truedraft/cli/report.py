@@ -1,19 +1,32 @@
-"""Summaries of answers: a line for people and records for programs."""
+"""Reports of answers: lines for people, records for programs, and the decisions of each step for `--explain`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from truedraft.cli.streams import visible
+from truedraft.cli.terminal import print_table
 from truedraft.core.params import SamplingParams
-from truedraft.core.stats import Counters
+from truedraft.core.stats import PROBE, Counters
+from truedraft.engine.policy.decisions import PLAIN, Decisions, StepWindow
 from truedraft.machine import dtype_name, machine_facts
+from truedraft.options import record_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from truedraft.cli.session import StackOptions
     from truedraft.engine import Answer, Engine
     from truedraft.models.base import LanguageModel
+
+_DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
+_RATES = ("mean_acceptance_length", "draft_acceptance_rate", *_DIVERGENCES)
+_MARKS = {PLAIN: ".", PROBE: "?"}
+_LABELS = ("drafter", "drafted", "accepted")
+_SPARE = "abcdefghijklmnopqrstuvwxyz"
+_WIDEST = 100
 
 
 def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[SamplingParams]) -> str:
@@ -33,7 +46,7 @@ def stats_line(answers: Sequence[Answer], elapsed_s: float, each: Sequence[Sampl
         parts.append(f"lossy: {divergence_words(stats)}")
     seeds = {params.seed for params in each if params.seeded}
     if seeds:
-        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "several seeds, beside the answers")
+        parts.append(f"seed {seeds.pop()}" if len(seeds) == 1 else "several seeds, with the answers")
     if len(answers) == 1:
         parts.append(f"finish: {answers[0].finish_reason}")
     return " · ".join(parts)
@@ -67,15 +80,10 @@ def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[st
         "prompt_tokens": answer.prompt_tokens,
         "seed": params.seed,
         "sampling": dataclasses.asdict(params),
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "error": answer.error,
-        "warnings": list(answer.warnings),
+        **record_of(answer, "text", "token_ids", "finish_reason", "error", "warnings"),
         "tokens_per_s": tokens_per_s(answer),
         "decode_tokens_per_s": decode_tokens_per_s(answer),
-        "first_token_s": answer.timing.first_token_s,
-        "total_s": answer.timing.total_s,
+        **record_of(answer.timing, "first_token_s", "total_s"),
         "stats": counts_dict(answer.stats),
     }
 
@@ -93,6 +101,11 @@ def circumstances_record(engine: Engine, stack: StackOptions, params: SamplingPa
     }
 
 
+def name_and_note(model: LanguageModel) -> str:
+    """A model's name, and its remark if it has one."""
+    return model.name if model.note is None else f"{model.name} ({model.note})"
+
+
 def drafter_lines(engine: Engine) -> list[str]:
     """Remarks of drafters, a line each."""
     reports = ((name, each.report) for name, each in engine.drafter.members.items())
@@ -107,9 +120,7 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
     """The part of `circumstances_record` that needs no engine."""
     return {
         "model": target.name,
-        "pad_to": stack.pad_to,
-        "weights": stack.weights,
-        "tensor_parallel": stack.tensor_parallel,
+        **record_of(stack, "pad_to", "weights", "tensor_parallel"),
         "note": target.note,
         "drafter": stack.drafter,
         "dtype": dtype_name(target.dtype),
@@ -136,24 +147,91 @@ def decode_tokens_per_s(answer: Answer) -> float:
 
 def counts_dict(stats: Counters) -> dict[str, Any]:
     """Counts and their rates, for the JSON record; divergences are null for a lossless rule."""
-    rates = {
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "draft_acceptance_rate": stats.draft_acceptance_rate,
-        "mean_total_variation": stats.mean_total_variation,
-        "mean_kl": stats.mean_kl,
-        "mean_total_variation_greedy": stats.mean_total_variation_greedy,
-        "mean_kl_greedy": stats.mean_kl_greedy,
-    }
-    return dataclasses.asdict(stats) | rates
+    return dataclasses.asdict(stats) | record_of(stats, *_RATES)
 
 
 def divergence_words(stats: Counters) -> str:
     """Divergence of emission distributions from the target's, with greedy decoding's for comparison; "" if unknown."""
-    means = stats.mean_total_variation, stats.mean_kl, stats.mean_total_variation_greedy, stats.mean_kl_greedy
-    distance, kl, greedy_distance, greedy_kl = means
-    if distance is None or kl is None or greedy_distance is None or greedy_kl is None:
+    means = [getattr(stats, name) for name in _DIVERGENCES]
+    if None in means:
         return ""
-    return (
-        f"total variation {distance:.3f}, KL {kl:.3f} nats a token "
-        f"(greedy decoding there: {greedy_distance:.3f}, {greedy_kl:.3f})"
+    return "total variation {:.3f}, KL {:.3f} nats a token (greedy decoding there: {:.3f}, {:.3f})".format(*means)
+
+
+def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
+    """Print the decision of each step, its reason and its gain, as a table and a timeline of the answer.
+
+    Args:
+        has_drafter: whether any drafter could draft.
+    """
+    from truedraft.measure.bench import decisions_table
+
+    if not has_drafter:
+        console.print("nothing was decided: there is no drafter, so every step was plain decoding", soft_wrap=True)
+        return
+    if not decisions.steps:
+        console.print("nothing was decided: there was no step after the prompt", soft_wrap=True)
+        return
+    table = decisions_table(decisions)
+    print_table(table.headings, table.rows, console)
+    for line in timeline(decisions, min(console.width, _WIDEST)):
+        console.print(visible(line), soft_wrap=True)
+    console.print(verdict(decisions), soft_wrap=True)
+
+
+def verdict(decisions: Decisions) -> str:
+    """The estimated speedup in a sentence, or why there is none."""
+    if not decisions.drafted:
+        return "nothing was drafted: every step was plain decoding"
+    speedup = decisions.speedup()
+    if speedup is None:
+        return "no speed-up is estimated: there are no costs, and too few plain steps to estimate their time"
+    return speedup.describe()
+
+
+def timeline(decisions: Decisions, width: int) -> list[str]:
+    """The steps from left to right: drafter, drafted and accepted tokens; then a legend.
+
+    Args:
+        decisions: at least one step.
+    """
+    marks = marks_of(list(decisions.ordered))
+    room = max(width - max(map(len, _LABELS)) - 1, 1)
+    columns = decisions.timeline(room)
+    rows = (
+        "".join(marks[_most_frequent(each)] for each in columns),
+        "".join(_digit(each.drafted, each) for each in columns),
+        "".join(_digit(each.accepted, each) for each in columns),
     )
+    lines = [f"{label:<{max(map(len, _LABELS))}} {row}" for label, row in zip(_LABELS, rows, strict=True)]
+    steps = max(each.steps for each in columns)
+    column = "a step" if steps == 1 else f"{steps} steps"
+    meanings = " · ".join(f"{mark} {name}" for name, mark in marks.items())
+    many = any(each.requests > each.steps for each in columns) or steps > 1
+    numbers = "tokens, the mean of a step and request, + from ten on" if many else "tokens, + from ten on"
+    return [*lines, f"{meanings} · each column is {column}, numbers are {numbers}"]
+
+
+def marks_of(names: Sequence[str]) -> Mapping[str, str]:
+    """A character for each name: its first letter that no other name has.
+
+    >>> marks_of(["draft", "draft-2", "plain"])
+    {'draft': 'd', 'draft-2': 'r', 'plain': '.'}
+    """
+    marks: dict[str, str] = {}
+    for name in names:
+        letters = (letter for letter in name.lower() + _SPARE if letter.isalpha() and letter not in marks.values())
+        marks[name] = _MARKS[name] if name in _MARKS else next(letters, "#")
+    return marks
+
+
+def _most_frequent(column: StepWindow) -> str:
+    return max(column.decisions, key=lambda name: column.decisions[name])
+
+
+def _digit(tokens: int, column: StepWindow) -> str:
+    """Mean tokens per step and request as one character; a blank if nothing was drafted."""
+    mean = tokens / column.requests
+    if not tokens:
+        return " " if not column.drafted else "0"
+    return "+" if round(mean) > 9 else str(round(mean))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from truedraft.cli.failures import DONE
-from truedraft.cli.session import ReportOptions, StackOptions
+from truedraft.cli.session import ReportOptions, StackOptions, load_engine, planned_drafter
+from truedraft.cli.terminal import Terminal
 from truedraft.errors import MissingExtraError, OptionError
-from truedraft.options import NEEDED, MachineOptions, group, read_bytes
+from truedraft.options import NEEDED, MachineOptions, changed_fields, group, read_bytes
 from truedraft.server.cluster import ray_module
 from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOptions, bound_socket
 
@@ -54,7 +55,6 @@ def serve(options: ServeOptions) -> int:
         ) from error
     if options.replicas.range is None:
         bound_socket(options.server.host, options.server.port).close()  # before imports, which take seconds
-    from truedraft.cli.terminal import Terminal
     from truedraft.server import serve as listen
     from truedraft.server.serving import check_options
 
@@ -123,7 +123,6 @@ def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, S
     Raises:
         TruedraftError: something does not exist, cannot be loaded, or does not fit.
     """
-    from truedraft.cli.terminal import Terminal
     from truedraft.server import application
 
     _log_to_standard_error()
@@ -146,7 +145,6 @@ def _share_of_node(device: str) -> float:
 
 def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engine:
     """The engine; it can draft from predictions and grammars in requests."""
-    from truedraft.cli.session import load_engine, planned_drafter
     from truedraft.core.params import SamplingParams
 
     stack = options.stack
@@ -165,19 +163,14 @@ def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engi
 
 
 def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:
-    """The online learner, if one is requested.
-
-    Raises:
-        OptionError: options of learning without `learn`; or learning per tenant without API keys.
-    """
+    """The online learner, if one is requested."""
     if not learning.learn:
-        given = next((each.name for each in fields(learning) if getattr(learning, each.name) != each.default), None)
-        if given is not None:
-            raise OptionError("has no effect without --learn; give that, too", field=given)
+        if given := changed_fields(learning):
+            raise OptionError("has no effect without --learn; give that, too", field=given[0])
         return None
     if learning.learn_per_tenant and (server.share_prefixes or server.api_key_file is None):
         ways = "leave --share-prefixes out" if server.share_prefixes else "give them keys by --api-key-file"
-        raise OptionError(f"needs clients that are told apart; {ways}", field="learn_per_tenant")
+        raise OptionError(f"needs clients that can be distinguished; {ways}", field="learn_per_tenant")
     from truedraft.training.online import Learner
 
     return Learner(

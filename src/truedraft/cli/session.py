@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from truedraft.cli.failures import warn
-from truedraft.cli.prompts import NamedPrompt, PromptRequest
+from truedraft.cli.prompts import NamedPrompt, PromptOptions, PromptRequest
 from truedraft.cli.streams import say
 from truedraft.core.params import SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec, controller_help
@@ -31,23 +31,9 @@ if TYPE_CHECKING:
     from truedraft.measure.bench import Failure, Group
     from truedraft.models.base import LanguageModel
 
-RULE_HELP = (
-    "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as a "
-    "whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical,epsilon=.09,delta=.3."
-)
 DRAFTER_HELP = (
     "What guesses, as auto, none, prompt-lookup, draft:FOLDER or KIND:FOLDER; `truedraft drafters` lists all, with "
     "their options."
-)
-DRAFTERS_DIR_HELP = "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated."
-CONTROLLER_HELP = "What decides which drafter drafts how much; one of these."
-PLAN_HELP = "Draft as this file of `truedraft plan --out` recommends, in place of --drafter."
-CACHE_HELP = (
-    "Most memory for keys and values of target and drafters, as 300M or 1.5G; where it is short drafters give theirs "
-    "back, and requests wait."
-)
-TOGETHER_HELP = (
-    "Processes of this machine that run the model together, each with a part of its weights; 1 is this one alone."
 )
 MEASURING = "measuring what steps take on this machine"
 _MOST_THREADS = 64
@@ -58,17 +44,39 @@ _PATIENCE_S = 2.0
 class StackOptions(ModelOptions):
     """Target, drafter and rule."""
 
-    tensor_parallel: int = option(1, TOGETHER_HELP, "N", least=1)
+    tensor_parallel: int = option(
+        1,
+        "Processes of this machine that run the model together, each with a part of its weights; 1 is only this one.",
+        "N",
+        least=1,
+    )
     merge_adapter: Path | None = option(None, "An adapter that peft wrote, merged into the model's weights.", "DIR")
     adapters: tuple[str, ...] = option(
-        (), "A LoRA adapter under a name, for requests that ask for it; may be repeated.", "NAME=DIR"
+        (), "A LoRA adapter under a name, for requests that name it; may be repeated.", "NAME=DIR"
     )
     drafter: str = option("auto", DRAFTER_HELP, "D")
-    drafters_dir: tuple[Path, ...] = option((), DRAFTERS_DIR_HELP, "DIR")
-    rule: str = option("speculative", RULE_HELP, "R")
-    controller: str = option("goodput", f"{CONTROLLER_HELP}\n\n{controller_help()}", "C")
-    plan: Path | None = option(None, PLAN_HELP, "FILE")
-    max_cache_bytes: str | None = option(None, CACHE_HELP, "SIZE", shown_default="no limit; serve: 3/4 of what is free")
+    drafters_dir: tuple[Path, ...] = option(
+        (), "A folder of trained drafters where auto, and kinds without a path, look, too; may be repeated.", "DIR"
+    )
+    rule: str = option(
+        "speculative",
+        "speculative and block keep the distribution of the target's answers exactly; block judges a drafted chain as "
+        "a whole. Lossy ones, by name: speculative,lenience=L with L below 1, or typical,epsilon=.09,delta=.3.",
+        "R",
+    )
+    controller: str = option(
+        "goodput", f"What decides which drafter drafts how much; one of these.\n\n{controller_help()}", "C"
+    )
+    plan: Path | None = option(
+        None, "Draft as this file of `truedraft plan --out` recommends, in place of --drafter.", "FILE"
+    )
+    max_cache_bytes: str | None = option(
+        None,
+        "Most memory for keys and values of target and drafters, as 300M or 1.5G; where it is short drafters give "
+        "theirs back, and requests wait.",
+        "SIZE",
+        shown_default="no limit; serve: 3/4 of what is free",
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.",
@@ -81,6 +89,16 @@ class ReportOptions:
     """Output of a command."""
 
     json: bool = flag("End standard output with one line, a JSON object.")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How prompts are measured."""
+
+    limit: int | None = option(None, "Only so many prompts, evenly over the set.", "N", shown_default="all", least=1)
+    batch: int = option(1, "Requests that are answered together.", "N", least=1)
+    runs: int = option(1, "How often each way answers each prompt.", "N", least=1)
+    refresh_costs: bool = flag("Measure cost curves again, also where kept ones would do.")
 
 
 Named = TypeVar("Named", bound=ModelOptions)
@@ -248,12 +266,21 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
     )
 
 
-def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
-    """Adapters by name.
+def load_alone(model: ModelOptions, machine: MachineOptions, console: Console) -> LanguageModel:
+    """The target of a command that has neither adapters nor parallel processes.
 
     Raises:
-        OptionError: one is not of the form NAME=DIR, or a name occurs twice.
+        TruedraftError: as of `load_target`.
     """
+    set_threads(machine.threads)
+    with loading(console, model.model):
+        from truedraft.models.loading import load_model
+
+        return load_model(model.model, **model.of_target, **machine.of_models)
+
+
+def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
+    """Adapters by name."""
     found: dict[str, Path] = {}
     for each in typed:
         name, folder = named_adapter(each)
@@ -297,48 +324,35 @@ def set_threads(threads: int | None) -> None:
     torch.set_num_threads(threads)
 
 
-def as_chat(
-    target: LanguageModel, prompts: Sequence[PromptRequest], *, trust_control_tokens: bool
+def prepare_prompts(
+    target: LanguageModel, prompts: Sequence[PromptRequest], options: PromptOptions
 ) -> list[PromptRequest]:
-    """Format each prompt as one user message by the model's chat template; those with pictures are unchanged.
-
-    Args:
-        trust_control_tokens: see `Tokenizer.chat`.
+    """The prompts for the model: pictures by its processor; with `options.chat` each is a message in its chat template.
 
     Raises:
-        PromptError: the model has no tokenizer or no template, or a prompt is token ids.
-    """
-    if target.tokenizer is None:
-        raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
-    chats: list[PromptRequest] = []
-    for prompt, params in prompts:
-        if prompt.images:
-            chats.append((prompt, params))
-            continue
-        if not isinstance(prompt.prompt, str):
-            raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
-        messages = [{"role": "user", "content": prompt.prompt}]
-        ids = target.tokenizer.chat(messages, trust_control_tokens=trust_control_tokens)
-        chats.append((replace(prompt, prompt=ids, said=prompt.prompt), params))
-    return chats
-
-
-def with_pictures(target: LanguageModel, prompts: Sequence[PromptRequest], *, chat: bool) -> list[PromptRequest]:
-    """The prompts; those with pictures are converted by the model's processor.
-
-    Args:
-        chat: format each of these as one user message by the model's chat template.
-
-    Raises:
-        PromptError: the model or its processor does not accept them, or a file is not a picture.
+        PromptError: the model has no template, a prompt of a chat is token ids, or the model accepts no such pictures.
         ModelError: the model has no processor.
         MissingExtraError: Pillow is not installed.
     """
-    with errors_about("image"):
-        return [(_seeing(target, prompt, chat) if prompt.images else prompt, params) for prompt, params in prompts]
+    if options.chat and target.tokenizer is None:
+        raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")
+    return [(_prepared(target, prompt, options), params) for prompt, params in prompts]
 
 
-def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedPrompt:
+def _prepared(target: LanguageModel, prompt: NamedPrompt, options: PromptOptions) -> NamedPrompt:
+    if prompt.images:
+        with errors_about("image"):
+            return _with_pictures(target, prompt, options.chat)
+    if not options.chat:
+        return prompt
+    if not isinstance(prompt.prompt, str) or target.tokenizer is None:
+        raise PromptError(f"--chat needs text, and prompt {prompt.name} is a list of token ids")
+    messages = [{"role": "user", "content": prompt.prompt}]
+    ids = target.tokenizer.chat(messages, trust_control_tokens=options.trust_control_tokens)
+    return replace(prompt, prompt=ids, message=prompt.prompt)
+
+
+def _with_pictures(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedPrompt:
     from truedraft.models.processor import read_picture
 
     text, processor = prompt.prompt, target.processor
@@ -346,9 +360,9 @@ def _seeing(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedProm
         raise PromptError("names no file; give its path")
     pictures = [read_picture(user_path(each), repr(each)) for each in prompt.images]
     if not chat:
-        return replace(prompt, seen=processor.prompt(str(text), pictures))
+        return replace(prompt, processed=processor.prompt(str(text), pictures))
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
-    return replace(prompt, seen=processor.chat([{"role": "user", "content": content}], pictures))
+    return replace(prompt, processed=processor.chat([{"role": "user", "content": content}], pictures))
 
 
 def encoded(target: LanguageModel, prompts: Sequence[PromptRequest], batch: int) -> tuple[list[Group], list[Failure]]:
@@ -377,47 +391,36 @@ def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
     Stages that are reported inside the block (see `log_stage`) replace the message. Without a terminal, each message
     is printed as a line once it has lasted some seconds.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as opened:
         show: Callable[[str], None]
         if console.is_terminal:
-            show = held.enter_context(console.status(message)).update
+            show = opened.enter_context(console.status(message)).update
         else:
-            show = held.enter_context(_said_late())
+            timers: list[threading.Timer] = []
+            opened.callback(lambda: timers[-1].cancel())
+
+            def show(message: str) -> None:
+                for each in timers[-1:]:
+                    each.cancel()
+                timers.append(threading.Timer(_PATIENCE_S, say, (message,)))
+                timers[-1].daemon = True
+                timers[-1].start()
+
             show(message)
-        handler = _Shown(show)
+        handler = logging.Handler()
+        handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
         STAGES.addHandler(handler)
-        held.callback(STAGES.removeHandler, handler)
-        held.callback(STAGES.setLevel, STAGES.level)
+        opened.callback(STAGES.removeHandler, handler)
+        opened.callback(STAGES.setLevel, STAGES.level)
         STAGES.setLevel(logging.INFO)
         yield show
 
 
-class _Shown(logging.Handler):
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
-
-
 @contextlib.contextmanager
-def _said_late() -> Iterator[Callable[[str], None]]:
-    """Print a message that is not replaced within some seconds."""
-    timers: list[threading.Timer] = []
-
-    def show(message: str) -> None:
-        for each in timers:
-            each.cancel()
-        timers[:] = [threading.Timer(_PATIENCE_S, say, (message,))]
-        timers[0].daemon = True
-        timers[0].start()
-
-    try:
+def loading(console: Console, model: str) -> Iterator[Callable[[str], None]]:
+    """`waiting` for a model; errors in the block are about the option that names it."""
+    with waiting(console, f"loading {model}") as show, quiet_hub(), errors_about("model"):
         yield show
-    finally:
-        for each in timers:
-            each.cancel()
 
 
 @contextlib.contextmanager

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.measure import Measurement
+from rich.rule import Rule
 from rich.style import Style
 from rich.table import Table
 
 from truedraft.cli.streams import json_line, visible
-from truedraft.progress import Progress, progress_bar
+from truedraft.progress import Progress
+
+if TYPE_CHECKING:
+    from truedraft.core.intervals import Interval
 
 _PATIENCE_S = 2.0
 
@@ -56,6 +62,11 @@ class Terminal:
         if not self._at_line_start:
             self.write("\n")
 
+    def heading(self, text: str) -> None:
+        """Print a line with a rule, before an answer of several."""
+        self.end_line()
+        self.out.print(Rule(visible(text), align="left", style="dim"))
+
     def note(self, text: str) -> None:
         """Print a line about the answer on standard error."""
         self.err.print(visible(text), style="dim", soft_wrap=True)
@@ -65,14 +76,58 @@ class Terminal:
         self.end_line()
         self.write(json_line(record))
 
-    def progress(self, what: str, total: int, beside_output: bool = False) -> AbstractContextManager[Progress]:
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int, during_output: bool = False) -> Iterator[Progress]:
         """A bar on standard error, if that is a terminal and the work takes over `patience_s`.
 
         Args:
-            beside_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
+            during_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
         """
-        shown = self.err.is_terminal and not (beside_output and self.out.is_terminal)
-        return progress_bar(self.err, what, total, wanted=shown, patience_s=self.patience_s)
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[remark]}", style="dim"),
+            console=self.err,
+            transient=True,
+            redirect_stdout=False,  # else answers would go to standard error while the bar is shown
+            redirect_stderr=False,
+        )
+        task = bar.add_task(what, total=total, remark="")
+        visible_from = time.perf_counter() + self.patience_s
+        is_shown = self.err.is_terminal and not (during_output and self.out.is_terminal)
+
+        def show(done: float, remark: str) -> None:
+            bar.update(task, completed=done, remark=remark)
+            if is_shown and not bar.live.is_started and time.perf_counter() >= visible_from:
+                bar.start()
+
+        try:
+            yield show
+        finally:
+            if bar.live.is_started:
+                bar.stop()
+
+    def print(self, text: str, style: str | None = None) -> None:
+        """Print a line on standard output; the terminal wraps it."""
+        self.out.print(visible(text), style=style, soft_wrap=True)
+
+    def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table on standard output."""
+        print_table(headings, rows, self.out)
+
+
+def interval_text(found: Interval | Mapping[str, float | None] | None) -> str:
+    """A number with its interval, if it has one: "1.52 [1.40, 1.66]"."""
+    if found is None:
+        return ""
+    values = found if isinstance(found, Mapping) else dataclasses.asdict(found)
+    value, low, high = values["value"], values["low"], values["high"]
+    return f"{value:.2f}" if low is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], to: Console) -> None:
