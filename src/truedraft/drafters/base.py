@@ -33,9 +33,7 @@ class DraftRequest:
         tokens: prompt and answer so far, read-only; all but the last are in the target's cache.
         prediction: tokens that the answer is expected to repeat in large parts.
         scope: prefixes may be shared between requests of the same scope.
-        shaping: how its options change logits before sampling; None if they do not. A draft that ignores them is
-            accepted less often, and verification stays exact.
-        inputs: further inputs of its prompt, such as pictures.
+        shaping: how its options change logits; None if they do not. Ignoring them only lowers acceptance.
         kept: whether a drafter may keep its text for later requests; False for synthetic requests of measurements.
         cache: the target's cache, while the request runs in an engine, for drafts made by the target itself. They roll
             back what they write after its committed tokens, and never commit.
@@ -83,8 +81,7 @@ class StepOutcome:
         hidden: `[rows, width]`: inputs of the LM head at the rows of `Drafter.features`: one row; or row 0 at the last
             token of the context and row i + 1 at node i, or for accepted rows at the i + 1st accepted token; or one row
             per token of a part of a prompt. None if none were declared.
-        logits: `[rows, vocab]` of the same rows, if declared.
-        layers: `[rows, width]` of each declared layer at the same rows.
+        logits, layers: `[rows, vocab]`, and `[rows, width]` of each declared layer, at the same rows.
         partial: whether this was a part of a prompt other than its last, after which no token is drawn.
     """
 
@@ -221,10 +218,7 @@ class Drafter(ABC):
     def along(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], texts: Sequence[Sequence[int]]
     ) -> Sequence[Tensor]:
-        """Its distributions `[depth, vocab]` if its drafts were the given texts, to replay answers.
-
-        Called instead of `propose`.
-        """
+        """Its distributions `[depth, vocab]` if its drafts were the given texts; replaces `propose` in replays."""
         raise DrafterError(f"drafter {self.name!r} does not say what it draws from along a text")
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:  # noqa: B027 - optional

@@ -123,7 +123,7 @@ class Cascade(Drafter):
         if drafter.features is not None or list(drafter.members.values()) != [drafter]:
             raise CompositionError(
                 f"{drafter.name!r} cannot draft inside a cascade: it is a portfolio, or looks at the target's own "
-                "vectors; use a drafter that reads tokens alone"
+                "vectors; use a drafter that reads only tokens"
             )
         if drafter.held.in_target and not middle.held.in_target:
             raise CompositionError(

@@ -28,16 +28,13 @@ class DraftModel(Drafter):
 
     A level of the tree is one packed forward for all requests. With several chains, sampled requests get chains drawn
     in parallel (`SiblingChains`), and others the likeliest first tokens with a chain below each. On a device, the host
-    waits once per level of a tree with several draws per node, or with `min_probability`, and else not at all.
+    waits once per level of a tree with several draws per node, or with `min_probability`, and else not at all. Raises
+    `OptionError` for an option out of range.
 
     Args:
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token to which the draft gave less than this; the token stays.
-        chains: number of chains; 1 if `branching` is given.
-
-    Raises:
-        OptionError: an option is out of range.
     """
 
     name: ClassVar[str] = "draft"
@@ -88,8 +85,8 @@ class DraftModel(Drafter):
         target_shapes, own_shapes = _shapes(target), _shapes(self.model)
         if own_shapes and own_shapes != target_shapes:
             raise CompositionError(
-                f"draft {self.model.name!r} hears {_told(own_shapes)}, and target {target.name!r} is given "
-                f"{_told(target_shapes) if target_shapes else 'text'}; use a draft that hears the same"
+                f"draft {self.model.name!r} hears {_described(own_shapes)}, and target {target.name!r} is given "
+                f"{_described(target_shapes) if target_shapes else 'text'}; use a draft that hears the same"
             )
         if self.model.sources is not None and self.model.opening != target.opening:
             raise CompositionError(
@@ -174,7 +171,7 @@ class DraftModel(Drafter):
             self.prefixes.fill(request.id)
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
-        """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last of each."""
+        """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last."""
         while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
             self._read(batch, whole=False)
         return self._read(batch, whole=True)
@@ -237,5 +234,5 @@ def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sound.shape[1:]) for name, sound in (model.opening_inputs or {}).items()}
 
 
-def _told(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _described(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} of {' x '.join(map(str, shape))}" for name, shape in shapes.items())

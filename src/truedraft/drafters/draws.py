@@ -48,8 +48,7 @@ class DraftIds:
 class Drawing(ABC):
     """A way to draw children from logits; a pure function of logits and noise, which waits for no device.
 
-    Attributes:
-        by_ids: whether draws depend on which ids the logits are for, not only on the logits.
+    `by_ids`: whether draws depend on which ids the logits are for.
     """
 
     kind: DrawKind
@@ -70,7 +69,7 @@ class Drawing(ABC):
         return None
 
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
-        """The inputs `[kinds, depth]` of `choose` besides the logits, for one request's chain; None for unkeyed noise."""
+        """The inputs `[kinds, depth]` of `choose`, without logits, for one request's chain; None for unkeyed noise."""
         return []
 
 

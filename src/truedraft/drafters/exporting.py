@@ -1,7 +1,6 @@
-"""Exports of drafters: folders that vLLM, SGLang and llama.cpp load, with the commands that serve them, and folders
-that `speculators` trains further.
+"""Exports of drafters: folders that vLLM, SGLang, llama.cpp and `speculators` load, and commands that serve them.
 
-These engines draft chains. The export formats follow vLLM 0.32, SGLang's pages on speculative decoding and its models
+The export formats follow vLLM 0.32, SGLang's pages on speculative decoding and its models
 of November 2026, and the llama.cpp in llama-cpp-python 0.3.36 (docs/speculative.md, conversion/).
 """
 
@@ -78,7 +77,7 @@ class ExportTarget:
         elif last >= text.num_hidden_layers:
             wrong = f"which has {text.num_hidden_layers} layers, and this head reads layer {last}"
         elif sizes.vocab_size < text.vocab_size:
-            wrong = f"which has {text.vocab_size:,} ids, and this head knows {sizes.vocab_size:,}"
+            wrong = f"which has {text.vocab_size:,} ids, and this head has {sizes.vocab_size:,}"
         if wrong is not None:
             raise OptionError(f"is {self.name!r}, {wrong}; name the target that it was trained for", field="model")
 

@@ -58,9 +58,6 @@ class JacobiWindow:
     Worked example, three columns of n-grams of 3: after the text ... r, with level 0 = (a, b) and level 1 = (p, q, s),
     the paths are p, a q and a b s. If the target predicts x, y and z after them, the n-grams are r p x, a q y and b s
     z, and the window becomes level 0 = (q, s) and level 1 = (x, y, z).
-
-    Args:
-        ngram: tokens of an n-gram, 2 or more.
     """
 
     def __init__(self, columns: int, ngram: int, text: Sequence[int]) -> None:
@@ -121,15 +118,13 @@ class Lookahead(CandidateDrafter):
     A proposal is a tree of the latest n-grams that begin with the text's last token, and of a window in which the
     target guesses ahead by Jacobi iteration, by argmax at any temperature. The predictions after its columns, and the
     text, make new n-grams. Columns are paths of the token tree, so its tokens are candidates at no extra cost. The
-    window is included only if all of it fits the budget. On a device the host waits once more per step.
+    window is included only if all of it fits the budget. On a device the host waits once more per step. Raises
+    `OptionError` for an option out of range.
 
     Args:
         window: number of columns; with 0 the pool has only n-grams of the text.
         ngram: tokens of an n-gram, of which all but the first are proposed.
         candidates: maximum number of proposed n-grams, and of kept ones per first token.
-
-    Raises:
-        OptionError: an option is out of range.
     """
 
     name: ClassVar[str] = "lookahead"

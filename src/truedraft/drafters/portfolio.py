@@ -20,10 +20,8 @@ class Portfolio(Drafter):
     """Drafters for one target; the engine calls its members directly, by their names here.
 
     Members observe their own proposals; one that must observe merged ones too does not observe lazily. Members of a
-    list have their own names; a second one of the same name is "draft-2".
-
-    Raises:
-        OptionError: there is no member, or one is a portfolio.
+    list have their own names; a second one of the same name is "draft-2". Raises `OptionError` without members, or if
+    one is a portfolio.
     """
 
     name: ClassVar[str] = "portfolio"
@@ -61,7 +59,7 @@ class Portfolio(Drafter):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         """Not supported: raises `OptionError`."""
-        raise OptionError("a portfolio's members are asked one by one, by the engine; ask them, or merge their trees")
+        raise OptionError("a portfolio's members are asked one by one, by the engine; call them, or merge their trees")
 
 
 def _named(members: Sequence[Drafter]) -> dict[str, Drafter]:

@@ -118,7 +118,7 @@ class _Follower:
         self._places: dict[tuple[int, ...], list[int]] | None = None
 
     def find(self, tokens: Sequence[int]) -> tuple[int | None, int]:
-        """The position of the next token, or None, and how many tokens the answer followed; `tokens` are only extended."""
+        """The position of the next token, or None, and how many tokens the answer followed."""
         new = tokens[self._known :]
         self._known = len(tokens)
         for token in new:

@@ -19,13 +19,8 @@ _TAKEN_BACK = 4096
 class PromptLookup(CandidateDrafter):
     """Copies what followed the latest earlier occurrence of the longest n-gram that ends the text.
 
-    A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); deterministic, so verification is exact.
-
-    Args:
-        max_ngram, min_ngram: longest and shortest n-gram to search for.
-
-    Raises:
-        OptionError: an option is out of range.
+    A negligible-cost drafter (Leviathan et al. 2211.17192, section 3); deterministic, so verification is exact. Raises
+    `OptionError` for an option out of range.
     """
 
     name: ClassVar[str] = "prompt-lookup"

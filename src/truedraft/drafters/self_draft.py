@@ -75,7 +75,9 @@ class SelfDraft(Drafter):
         for request, budget, each in zip(batch, budgets, noise, strict=True):
             cut = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
             shape = (1,) * self.limits.depth
-            builders.append(TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, behind=1))
+            builders.append(
+                TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, uncommitted=1)
+            )
         level = [builder for builder in builders if not builder.budget.is_zero]
         with judged_if_it_fails(builders):
             logits = self._forward_last(level) if level else None

@@ -126,8 +126,8 @@ def _refuse_branched(words: Words) -> None:
 
 _COMPOSED = {
     "auto": "whatever fits the target and pays at each step: prompt-lookup; self:int4, unless the target is small or "
-    "has 4 bits itself, whose weights are made when a step first drafts with them; the MTP layer that its checkpoint "
-    "brings along; and the trained drafters that belong to the target and measured a gain, found in the folder "
+    "has 4 bits itself, with weights made when a step first drafts with them; the MTP layer in its checkpoint; "
+    "and the trained drafters that belong to the target and measured a gain, found in the folder "
     "drafters of its own folder, in --drafters-dir, among those that truedraft train made here, among installed "
     "packages of drafters, and among those that ship with truedraft",
     "portfolio(A;B;...)": "the same among drafters that you name, as portfolio(draft;prompt-lookup)",
@@ -288,7 +288,7 @@ def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Pa
         raise OptionError("drafter 'cascade' needs two members or more, as in cascade(prompt-lookup;draft)")
     if members[0].options.get("async") == "1":
         raise CompositionError(
-            "'draft' cannot draft inside a cascade with async: no round asks for what was drafted ahead; leave it out"
+            "'draft' cannot draft inside a cascade with async: no round uses what was drafted ahead; leave it out"
         )
     lengths = [_written_by(member) for member in members[1:]]
     if words.options:
@@ -467,8 +467,8 @@ OWN: Mapping[str, Kind] = {
         "truedraft.drafters.lookahead:Lookahead",
         None,
         {"window": "2", "ngram": "5", "candidates": "2"},
-        "n-grams that the target itself turns up while it guesses ahead in a window of so many columns, beside what it "
-        "judges; no second model and no training, and more rows in each forward",
+        "n-grams that the target itself finds while it guesses ahead in a window of so many columns, in addition to "
+        "verification; no second model and no training, and more rows in each forward",
     ),
     "draft": Kind(
         "truedraft.drafters.specs:draft_or_parallel",
@@ -520,7 +520,7 @@ OWN: Mapping[str, Kind] = {
         None,
         {"num_speculative_tokens": "8"},
         "B drafts so many tokens, and A drafts these for it, as in cascade(prompt-lookup;draft): B has a model that "
-        "verifies, draft or self, and A reads tokens alone, or is a cascade",
+        "verifies, draft or self, and A reads only tokens, or is a cascade",
         widest={"num_speculative_tokens": "12"},
         members="A;B",
     ),

@@ -79,7 +79,7 @@ class TreeBuilder(DraftTree):
 
     Args:
         branching: draws at each node of depth 0, 1, ...; with `ranks` at most so many.
-        behind: number of the text's last tokens that were fed and not committed; the tree is below them.
+        uncommitted: number of the text's last tokens that were fed and not committed; the tree is below them.
         ranks: the draws by their ranks at their node, the best ones first; a budget of n nodes gets the first n.
 
     Attributes:
@@ -94,7 +94,7 @@ class TreeBuilder(DraftTree):
         noise: Noise,
         branching: Sequence[int],
         device: torch.device,
-        behind: int = 0,
+        uncommitted: int = 0,
         ranks: RankTree | None = None,
     ) -> None:
         super().__init__(request, budget.cut(len(branching)))
@@ -114,7 +114,7 @@ class TreeBuilder(DraftTree):
         self._probs: list[Tensor] = []  # [nodes of a level, vocab]
         self._dists = 0  # nodes with drawn children
         self._fed = 0
-        self._behind = behind
+        self._uncommitted = uncommitted
         self._whole: Proposal | None = None
 
     @property
@@ -176,7 +176,7 @@ class TreeBuilder(DraftTree):
     def segment(self) -> Segment:
         written, self._fed = self._fed, len(self.tokens)
         rows = [node - written for node in self.open]
-        pending = self._behind
+        pending = self._uncommitted
         parents = (*range(-1, pending - 1), *(pending + parent for parent in self.parents))
         return Segment(self.cache, self._ids(written), shape_of(parents), rows, pending + written)
 

@@ -48,8 +48,7 @@ RAW = Odds(0.0, 0.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOdds:
-    """Log probabilities that guesses are accepted, given that their parents are, per depth; the last is also for deeper
-    ones.
+    """Log probabilities that guesses are accepted, given that their parents are; the last depth is for deeper ones too.
 
     Raises:
         OptionError: there is no depth; a number is not finite, or above 1,000; or the result would not be monotonic in
@@ -113,7 +112,7 @@ def log_odds(log_probs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _numbers(odds: AcceptanceOdds, depths: int, ranks: int, device: torch.device) -> Tensor:
-    """`[depths, 1 + ranks + ranks]`, float32: weight of a guess's log odds, rank offsets, weights of the first guess."""
+    """`[depths, 1 + ranks + ranks]`, float32: weight of a guess's log odds, rank offsets, first guess's weights."""
     rows = []
     for depth in range(depths):
         of = odds.depths[min(depth, len(odds.depths) - 1)]

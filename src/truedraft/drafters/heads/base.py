@@ -122,7 +122,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
         self.held.request_bytes = self.head.config.width * target.dtype.itemsize
 
     def take(self, head: HeadT) -> None:
-        """Draft with other weights of the same sizes from now on; old state must be dropped. Raises `CompositionError`."""
+        """Draft with other weights from now on; old state must be dropped. `CompositionError` for other sizes."""
         if type(head) is not type(self.head) or head.config != self.head.config:
             raise CompositionError(
                 f"{head.config} is no head of the sizes {self.head.config}, which this one drafts with"
@@ -164,8 +164,7 @@ class HeadDrafter(Drafter, Generic[HeadT, RunnerT]):
             if outcome.hidden is None:
                 self._vectors[request.id] = None
                 continue
-            # A copy: the next forward may overwrite the rows. A padded target has zeros after the entries that heads
-            # read.
+            # A copy: the next forward may overwrite the rows. A padded target has zeros after the heads' entries.
             self._vectors[request.id] = outcome.hidden[-1, : self.head.config.width].clone()
 
     def end(self, request: DraftRequest) -> None:

@@ -144,8 +144,7 @@ class Head(nn.Module, ABC):
     def save(self, folder: Path | str, record: HeadRecord, *, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the head into a folder, in bfloat16, float16 or float32; replaces an earlier checkpoint there.
 
-        Raises:
-            ModelError: the files cannot be written.
+        Raises `ModelError` if writing fails.
         """
         path, target = Path(folder), {"name": record.target_name, "fingerprint": record.fingerprint}
         target |= {} if record.sample is None else {"sample": record.sample}
@@ -179,8 +178,7 @@ class Head(nn.Module, ABC):
     def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
         """A head of this kind that another project published at a path; None if there is none.
 
-        `ids_in_d2t`: read ids instead of offsets, as in damaged folders. Raises `ModelError` for damaged or unsupported
-        files.
+        `ids_in_d2t`: read ids, not offsets, as in damaged folders. Raises `ModelError` for unsupported files.
         """
         return None
 
@@ -248,8 +246,7 @@ class Head(nn.Module, ABC):
     ) -> Self:
         """A head in evaluation mode with exactly the weights of a file; `names` maps its names to those here.
 
-        Raises:
-            ModelError: they are not the weights of a head of these sizes.
+        Raises `ModelError` for weights of other sizes.
         """
         with torch.device("meta"):
             heads = cls(config)
@@ -286,9 +283,8 @@ class VectorHead(Head):
     def unroll(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Input of the output layer at each position: `[reach, rows, exit_width]`.
 
-        Args:
-            hidden: `[rows, width]`: inputs of the target's LM head.
-            embedded: `[reach, rows, width]`: of the drawn tokens and those after; position k reads the first k + 1.
+        `hidden`, `[rows, width]`, are inputs of the target's LM head; `embedded`, `[reach, rows, width]`, are of the
+        drawn tokens and those after: position k reads the first k + 1.
         """
 
     def place_logits(self, place: int, vectors: Tensor, lm_head: LmHead) -> Tensor:
@@ -385,7 +381,7 @@ def tensors_in(file: Path, advice: str) -> dict[str, Tensor]:
 
 
 def published_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file with the weights in another project's folder, and its tensors; raises `ModelError` if it cannot be read."""
+    """The weights' file in another project's folder, and its tensors; raises `ModelError` if unreadable."""
     file = next((folder / name for name in _PUBLISHED if (folder / name).is_file()), None)
     if file is None:
         raise ModelNotFoundError(f"{str(folder)!r} has neither {' nor '.join(_PUBLISHED)}; fetch one of them")

@@ -164,7 +164,7 @@ def flat_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]:
 
 
 def speculators_record(word: str, reach: int, target: str, family: str) -> dict[str, Any]:
-    """Entries that `speculators` needs besides the layers; `target` and its class may be ""."""
+    """Entries that `speculators` needs in addition to the layers; `target` and its class may be ""."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": reach, "verifier_accept_k": 1, "accept_tolerance": 0.0,
     }  # fmt: skip

@@ -29,7 +29,7 @@ _LEAST_QUANTIZED = 4 << 20  # bytes of a head's weights from which quantization 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig(ABC):
-    """Sizes of a head with decoder layers.
+    """Sizes of a head with decoder layers. Raises `OptionError` for invalid sizes.
 
     Attributes:
         layers: numbers of the target's layers with outputs that it reads, from 0; empty if a folder names none.
@@ -38,9 +38,6 @@ class LayerConfig(ABC):
         draft_vocab: size of a reduced vocabulary; 0 is the target's.
         own_output, own_embedding: whether it has its own LM head and embedding; otherwise it uses the target's.
         rope: parameters of its rotary embedding, as in transformers.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     noun: ClassVar[str]
@@ -106,7 +103,7 @@ class LayerConfig(ABC):
         """The usual layers for a target with `count` layers; () if it has too few."""
 
     def at_usual_layers(self, count: int) -> Self:
-        """With `usual_of` a target with `count` layers if no layers are named; raises `OptionError` if it has too few."""
+        """With `usual_of` a target if no layers are named; raises `OptionError` if it has too few."""
         if self.layers:
             return self
         layers = self.usual_of(count)

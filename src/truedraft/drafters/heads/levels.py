@@ -74,8 +74,7 @@ def drawn_tree(nodes: int, depth: int) -> RankTree:
     """The most valuable draws, at most `nodes` of them and `depth` deep, the best first (as in Sequoia, 2402.12374).
 
     A draw of rank r is the first accepted one at its node with probability `_chance(r)`; the value of a path is the
-    product over its ranks. Worked example: the best four are (0), (0, 0), (0, 0, 0) and (1), of 0.48, 0.23, 0.11 and
-    0.10.
+    product over its ranks. Worked example: (0), (0, 0), (0, 0, 0), (1) of 0.48, 0.23, 0.11, 0.10.
     """
     chances: dict[RankPath, float] = {}
     waiting: list[tuple[float, RankPath]] = [(-_chance(0), (0,))]
@@ -100,6 +99,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     After each verification accepted tokens are read with the target's own hidden states. Requests get a chain, or with
     `branching` a tree. With `nodes`, greedy requests get the likeliest tree (`LikeliestTree`), and sampled ones a tree
     of draws of that size (`drawn_tree`). With a reduced vocabulary this is still exact: other ids have probability 0.
+    Raises `OptionError` for an option out of range.
 
     Args:
         num_speculative_tokens: length of a chain without `branching`; None is what it was trained for.
@@ -107,9 +107,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         min_probability: draft no further below a token that the head gave less than this; the token stays.
         nodes: size of the likeliest tree, and the maximum for a tree of draws.
         beams: open nodes per level of the likeliest tree, and tokens that each proposes.
-
-    Raises:
-        OptionError: an option is out of range.
     """
 
     observes_lazily = False

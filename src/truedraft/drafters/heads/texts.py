@@ -73,8 +73,7 @@ class PairTokens(Sequence[int]):
 class HeadTexts:
     """The texts of a head's requests, and their shared prefixes.
 
-    Their rows depend on the target's hidden states, and for pairs on the next token, so the target computes shared ones
-    only once.
+    Their rows depend on the target's hidden states, and for pairs on the next token, so shared ones are computed once.
 
     Args:
         read: appends rows to a cache and commits them; called with the tokens after these rows and the target's hidden

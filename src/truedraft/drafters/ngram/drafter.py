@@ -27,14 +27,10 @@ class NgramDrafter(CandidateDrafter):
     """Drafts from a table of n-grams (a negligible-cost drafter, Leviathan et al. 2211.17192, section 3).
 
     The likeliest continuations form a tree: a table is seldom sure, so several guesses of the next token are more
-    useful than a long chain. Seven nodes and the last token are eight rows, which cost about as much as one.
+    useful than a long chain. Seven nodes and the last token are eight rows, which cost about as much as one. Raises
+    `OptionError` for an option out of range.
 
-    Args:
-        num_speculative_tokens: longest path.
-        order: longest n-grams to read, drafted token included; None is the table's order.
-
-    Raises:
-        OptionError: an option is out of range.
+    `order` is that of the longest n-grams to read, drafted token included; None is the table's.
     """
 
     name: ClassVar[str] = "ngram"

@@ -179,8 +179,7 @@ class NgramTable:
     def open(cls, path: str | Path) -> NgramTable:
         """Map a table, a file or the folder of a training, into memory, after verifying all checksums.
 
-        Raises:
-            ModelError: it is missing, truncated, damaged, or of another version.
+        Raises `ModelError` if it is missing, damaged, or of another version.
         """
         file = user_path(path, ModelError)
         file = file / TABLE if file.is_dir() else file

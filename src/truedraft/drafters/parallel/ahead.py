@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The chains, one per call, of which `hits` had been drafted ahead; totals of tokens drafted ahead, and of caches."""
+    """The chains, one per call, of which `hits` were drafted ahead; totals of tokens drafted ahead, and of caches."""
 
     chains: list[Proposal]
     hits: int

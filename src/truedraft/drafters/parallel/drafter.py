@@ -24,13 +24,10 @@ class ParallelDraft(Drafter):
 
     Proposals are the same as those of `draft`; only the time differs. `draft` itself serves requests with
     context-dependent logits options, with pictures or sounds, or with noise that is not a `KeyedNoise`, and all
-    requests after the process ended, with a warning.
+    requests after the process ended, with a warning. Raises `OptionError` if `draft` makes trees.
 
     Args:
         worker: drafts in the other process, with the same model and options.
-
-    Raises:
-        OptionError: `draft` makes trees.
     """
 
     name: ClassVar[str] = "draft"
@@ -72,9 +69,9 @@ class ParallelDraft(Drafter):
         elif model.shared_ids is not None:
             why = "has another tokenizer than the target, and async drafts in the same ids"
         elif model.sources is not None:
-            why = "has an encoder, and async drafts with decoders alone"
+            why = "has an encoder, and async drafts only with decoders"
         elif model.pool is not None and model.pool.carries:
-            why = "has layers that carry states, which do not go back; async needs attention alone"
+            why = "has layers that carry states, which cannot be rolled back; async needs attention layers only"
         if why is not None:
             raise CompositionError(f"draft {model.name!r} {why}; leave async out")
 

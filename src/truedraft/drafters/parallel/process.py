@@ -29,7 +29,7 @@ class DraftProcess:
     """
 
     def __init__(self, make: Callable[[], AheadDrafter], threads: int = 1) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN],
             stdin=subprocess.PIPE,

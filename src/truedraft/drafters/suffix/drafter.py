@@ -29,13 +29,11 @@ class SuffixDrafter(CandidateDrafter):
     """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
 
     SuffixDecoding (2411.04975): positions in the text and in earlier answers of the scope count alike. A position's
-    weight depends on its match's length; the tree has the branches with the largest sums.
+    weight depends on its match's length; the tree has the branches with the largest sums. Raises `OptionError` for an
+    option out of range.
 
     Args:
         store: of finished texts; None makes one of a million tokens.
-
-    Raises:
-        OptionError: an option is out of range.
     """
 
     name: ClassVar[str] = "suffix"

@@ -24,8 +24,8 @@ KINDS: Mapping[str, Kind] = {
         "truedraft.kinds.block.drafter:DSpark",
         "DIR",
         OF_LEVELS | {"min_acceptance": "0"},
-        "a block drafter whose tokens know the ones before them (DSpark), without DIR the one trained for the target: "
-        "options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
+        "a block drafter with tokens that depend on those before them (DSpark), without DIR the one trained for the "
+        "target: options as of eagle, and no token that is reached and accepted with less than min_acceptance by its "
         "confidence head",
         head="truedraft.kinds.block.module:DSparkHead",
         trains="truedraft.kinds.block.options:DSPARK",

@@ -124,7 +124,7 @@ class BlockRunner:
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
         """Input of the LM head at each guessed token: `[blocks, reach, width]`; caches hold all before the anchors."""
         block = self.head.config.block
-        layouts = [_own_block(each.length, block, self.device) for each in caches]
+        layouts = [_block_layout(each.length, block, self.device) for each in caches]
         for cache in caches:
             cache.reserve(block)
 
@@ -158,7 +158,7 @@ class BlockRunner:
         return self._table.at(transfers.upload([place for each in positions for place in each], self.device))
 
 
-def _own_block(length: int, block: int, device: torch.device) -> ChainLayout:
+def _block_layout(length: int, block: int, device: torch.device) -> ChainLayout:
     """Rows see `length` keys and their own block, but no unused slots."""
     hidden = torch.arange(key_span(length + block) - length, device=device) >= block
     return ChainLayout(Blocked(length, hidden.expand(block, -1)))
@@ -223,7 +223,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
             level = grow(level, runner.logits(leaving))
             if not level:
                 return
-            tokens, parents = _opened(level, runner.device)
+            tokens, parents = _open_tokens(level, runner.device)
             above = [rows[each] for each in parents]
             state = leaving.state.index_select(0, transfers.upload(above, x.device))
             alive = [alive[row] for row in above]
@@ -239,7 +239,7 @@ def _kept(level: Sequence[Tree], rows: Sequence[int]) -> list[Tree]:
     return [tree for tree in level if tree.open]
 
 
-def _opened(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, list[tuple[Tree, int]]]:
+def _open_tokens(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, list[tuple[Tree, int]]]:
     """The tokens of all open nodes in order, and their parents."""
     tokens, parents = [], []
     for tree in level:
@@ -260,11 +260,10 @@ class DFlash(BlockDrafter[DFlashHead]):
 class DSpark(BlockDrafter[DSparkHead]):
     """Drafts with a DSpark head (arXiv 2607.05147); arguments as of `LevelDrafter`, and one more.
 
+    Raises `OptionError` for an option out of range, or `min_acceptance` without a confidence head.
+
     Args:
         min_acceptance: draw no token with a smaller probability of being reached and accepted, by the confidence head.
-
-    Raises:
-        OptionError: an option is out of range, or `min_acceptance` is given without a confidence head.
     """
 
     name: ClassVar[str] = "dspark"

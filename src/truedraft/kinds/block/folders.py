@@ -92,7 +92,7 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
     layers, count = tuple(named["target_layer_ids"]), named.get("num_target_layers")
     if count is not None and max(layers, default=0) >= count - 1:
         raise OptionError(
-            f"it reads layer {max(layers)} of {count}, the last, whose vectors are normed there, and are not here"
+            f"it reads layer {max(layers)} of {count}, the last, with vectors that are normed there, and not here"
         )
     return layers
 
@@ -100,8 +100,7 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
 def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -> None:
     """Write a head with the target's LM head as z-lab's DFlash reads it, in the dtype of its weights.
 
-    Raises:
-        ModelError: the format does not support this head, or the files cannot be written.
+    Raises `ModelError` for unsupported heads, or if writing fails.
     """
     config = head.config
     if config.own_output or config.own_embedding or config.from_anchor or config.markov or config.confidence:
@@ -116,8 +115,7 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
 def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
     """Write a head with its own embedding and full LM head as DeepSpec reads it, in the dtype of its weights.
 
-    Raises:
-        ModelError: the format does not support this head, or the files cannot be written.
+    Raises `ModelError` for unsupported heads, or if writing fails.
     """
     config = head.config
     if not config.own_output or not config.own_embedding or config.draft_vocab or not config.from_anchor:
@@ -144,12 +142,11 @@ def _write_flat(head: BlockHead, folder: Path, target_layers: int, about: dict[s
 def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "", family: str = "") -> None:
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
+    Raises `ModelError` for unsupported heads, or if writing fails.
+
     Args:
         head: with its own LM head exactly if its vocabulary is reduced.
         family: the target's class, such as "LlamaForCausalLM".
-
-    Raises:
-        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if config.own_output != bool(config.draft_vocab) or config.own_embedding:

@@ -27,7 +27,7 @@ output `[rows, heads * head]`: each row attends to its own block, and the contex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig(LayerConfig):
-    """Sizes of a block drafter.
+    """Sizes of a block drafter. Raises `OptionError` for invalid sizes.
 
     Attributes:
         block: number of tokens of its input: the text's last one, the *anchor*, and masks.
@@ -35,9 +35,6 @@ class BlockConfig(LayerConfig):
         from_anchor: whether each row guesses the next token, including the anchor's; otherwise masks guess their own.
         markov: entries of the Markov head's embedding of the token before; 0: it has none.
         markov_kind: "vanilla", "gated" by the row's hidden state, or "rnn", which carries a state along the block.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     noun = "a block drafter"
@@ -57,7 +54,7 @@ class BlockConfig(LayerConfig):
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
         if self.reach < 1:
-            raise OptionError("a block drafter that reads the anchor alone guesses nothing; block must be 2 or more")
+            raise OptionError("a block drafter that reads only the anchor guesses nothing; block must be 2 or more")
         if not is_whole(self.markov, 0) or self.markov_kind not in _MARKOV:
             raise OptionError(
                 f"a Markov head has 0 or more entries and is one of {', '.join(_MARKOV)}, got {self.markov!r} and "

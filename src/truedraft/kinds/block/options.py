@@ -15,7 +15,7 @@ class BlockSizeOptions(LayerHeadOptions):
     length: int = option(7, "How many tokens are guessed at once.", "T")
     layers: tuple[int, ...] = option(
         (),
-        "A layer of the target whose output is read, 0 the first; may be repeated.",
+        "A layer of the target to read the output of, 0 the first; may be repeated.",
         "N",
         name="--layer",
         shown_default="five, evenly from the second to the third last",
@@ -49,14 +49,14 @@ class DSparkRunOptions(BlockRunOptions):
 
 DFLASH = Trains(
     "A block drafter (DFlash)",
-    "Train a block drafter (DFlash) on what the target itself writes; measures what it brings.\n\n"
+    "Train a block drafter (DFlash) on what the target itself writes; measures its acceptance.\n\n"
     "All tokens of a draft come from one pass of it. The target computes its vectors anew in each pass.",
     BlockSizeOptions,
     BlockRunOptions,
 )
 DSPARK = Trains(
     "A block drafter (DSpark)",
-    "Train a block drafter whose tokens know the ones before them (DSpark) on what the target itself writes.\n\n"
+    "Train a block drafter with tokens that depend on those before them (DSpark) on what the target itself writes.\n\n"
     "It also learns how likely the target accepts each token. The target computes its vectors anew in each "
     "pass.",
     DSparkSizeOptions,

@@ -153,13 +153,13 @@ class Blocks(Chains):
         for some in places.split(_AT_ONCE, dim=1):
             embedded = head.inputs(tokens[first + some].flatten(), self.lm_head.embed)
             at = (some.flatten()[:, None] + torch.arange(head.config.block, device=device)).flatten()
-            x = head.vectors(embedded, self._table.at(at), _blocks_see(context, some, head.config.block))
+            x = head.vectors(embedded, self._table.at(at), _block_attention(context, some, head.config.block))
             parts.append(x.unflatten(0, some.shape))
         indices = [text * most + number for text, own in enumerate(anchors) for number in range(len(own))]
         return torch.cat(parts, 1).flatten(0, 1)[torch.tensor(indices, device=device)]
 
 
-def _blocks_see(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block: int) -> Attend:
+def _block_attention(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block: int) -> Attend:
     """Each row attends to the context before its anchor, and to its own block.
 
     Args:

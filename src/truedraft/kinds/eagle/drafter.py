@@ -172,7 +172,7 @@ class Eagle3Runner:
 
 
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
-    """The layers of a head as one native forward, which takes over its weights; None if decoder.c does not support it."""
+    """A head's layers as one native forward, which takes over its weights; None if decoder.c does not support it."""
     config = head.config
     if head.lm_head is None:
         return None
@@ -273,7 +273,7 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
     def _ends(
         self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
-        """Input of one forward: texts' last pairs, at most `most`, what follows them, and hidden states `[total, ...]`."""
+        """Input of one forward: texts' last pairs, at most `most`, what follows, and hidden states `[total, ...]`."""
         segments: list[Segment] = []
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
@@ -314,10 +314,8 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
 class PEagle(Eagle3):
     """Drafts with a P-EAGLE head (2602.01469), in one forward at any depth; options: `LevelDrafter`.
 
-    All nodes at one depth share a distribution, which does not depend on the draws above them.
-
-    Raises:
-        OptionError: an option is out of range, or the head does not name its layers.
+    All nodes at one depth share a distribution, which does not depend on the draws above them. Raises `OptionError` for
+    an option out of range, or a head that does not name its layers.
     """
 
     name: ClassVar[str] = "p-eagle"

@@ -107,8 +107,7 @@ def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, .
 def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> None:
     """Write a head with positions from 0 as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
 
-    Raises:
-        ModelError: the format does not support this head, or the files cannot be written.
+    Raises `ModelError` for unsupported heads, or if writing fails.
     """
     config = head.config
     unlike = config.norm_before_residual or config.norm_before_fc or config.more_layers
@@ -132,14 +131,12 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
 def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
     """Write a head, EAGLE-3's or P-EAGLE's, as `speculators` and vLLM read it, in the dtype of its weights.
 
-    EAGLE-3 positions count from 1 there, with the same drafts, as rotary embeddings depend only on differences.
+    EAGLE-3 positions count from 1 there, with the same drafts, as rotary embeddings depend only on differences. Raises
+    `ModelError` for unsupported heads, or if writing fails.
 
     Args:
         target: a folder or a hub name of the target; without one `speculators` does not load the folder.
         family: the target's class, such as "LlamaForCausalLM".
-
-    Raises:
-        ModelError: the format does not support this head, or the files cannot be written.
     """
     config = head.config
     if not config.own_output or not config.layers:

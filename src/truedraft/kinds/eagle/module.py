@@ -18,7 +18,7 @@ from truedraft.models.llama import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(LayerConfig):
-    """Sizes of an EAGLE-3 head; layer -1 is the embedding.
+    """Sizes of an EAGLE-3 head; layer -1 is the embedding. Raises `OptionError` for invalid sizes.
 
     Attributes:
         reach: number of tokens after the next in training; it can draft further.
@@ -30,9 +30,6 @@ class Eagle3Config(LayerConfig):
         rope_start: position of the first pair; 1 in heads of `speculators`.
         more_layers: number of ordinary decoder layers after the first.
         layers_unsettled: whether `layers` may count inputs of layers, see `at_usual_layers`.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     noun = "an EAGLE-3 head"
@@ -78,7 +75,7 @@ class Eagle3Config(LayerConfig):
             return replace(self, layers_unsettled=False)
         raise OptionError(
             f"its eagle_config names the layers {list(self.layers)}, and folders differ in what such numbers count; "
-            f"write eagle_aux_hidden_state_layer_ids beside eagle_config: {list(self.layers)} where they count what "
+            f"write eagle_aux_hidden_state_layer_ids next to eagle_config: {list(self.layers)} where they count what "
             f"enters layers, {[number + 1 for number in self.layers]} where they count what layers give",
             field="layers",
         )

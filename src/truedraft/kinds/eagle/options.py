@@ -16,7 +16,7 @@ class Eagle3SizeOptions(LayerHeadOptions):
         True, "Norm each layer's vectors before they are merged (EAGLE-3.1).", "", name="--fc-norm/--no-fc-norm"
     )
     norm_output: bool = option(
-        True, "Norm what goes into the next step (EAGLE-3.1).", "", name="--norm-output/--no-norm-output"
+        True, "Norm the input of the next step (EAGLE-3.1).", "", name="--norm-output/--no-norm-output"
     )
 
 
@@ -45,7 +45,7 @@ class PEagleRunOptions(ChainRunOptions):
 
 EAGLE = Trains(
     "An EAGLE-3 head",
-    "Train an EAGLE-3 head on what the target itself writes; measures what it brings.\n\n"
+    "Train an EAGLE-3 head on what the target itself writes; measures its acceptance.\n\n"
     "The target computes its vectors anew in each pass, so that none are kept on disk but those of its LM "
     "head.",
     Eagle3SizeOptions,

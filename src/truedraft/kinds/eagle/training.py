@@ -95,7 +95,7 @@ class Unrolled(Chains):
         rows = starts + torch.arange(most, device=device).minimum(last)
         self._table.reach(most + head.reach + head.config.rope_start)
         embedded = self._embed(texts.tokens[rows + 1])
-        x, seen = head.fuse(texts.vectors)[rows], _Seen(1 + head.config.more_layers)
+        x, seen = head.fuse(texts.vectors)[rows], _StepAttention(1 + head.config.more_layers)
         firsts = list(itertools.accumulate(map(len, chosen), initial=0))
         for step in range(head.reach):
             deep = [[pair for pair, steps in own.items() if steps > step] for own in chosen]
@@ -158,7 +158,7 @@ class Masked(Unrolled):
         return mask.expand(*pairs.shape, -1), token.expand(*pairs.shape, -1)
 
 
-class _Seen:
+class _StepAttention:
     """Attention of consecutive steps over all their keys and values so far."""
 
     def __init__(self, layers: int) -> None:

@@ -65,7 +65,7 @@ class RankTable:
 
     @classmethod
     def of(cls, guesses: HeadGuesses, limit: int = 10) -> RankTable:
-        """The ranks of true tokens below `limit`; raises `OptionError` if it is below 1, or too large to number paths."""
+        """The ranks of true tokens below `limit`; raises `OptionError` if it is below 1, or too large."""
         heads = guesses.ranks.shape[1]
         if limit < 1 or limit**heads >= 1 << 62:
             raise OptionError(
@@ -276,8 +276,7 @@ def survival_of(trees: Mapping[str, CountedTree]) -> dict[str, AcceptanceOdds]:
 def count_trees(heads: MedusaHeads, lm_head: LmHead, text: WrittenText) -> dict[str, CountedTree]:
     """Trees for greedy and for sampled requests, from otherwise unused text written at both of `TREE_TEMPERATURES`.
 
-    Raises:
-        DataError: the answers are shorter than the number of heads requires.
+    Raises `DataError` for answers shorter than the heads require.
     """
     found = {}
     for kind, temperature in TREE_TEMPERATURES.items():
@@ -326,14 +325,11 @@ def compare(halves: Sequence[HeadGuesses]) -> dict[str, float]:
 def replay_likeliest(
     guesses: HeadGuesses, survival: AcceptanceOdds | None = None, *, most: int = CURVE_NODES[-1]
 ) -> TraceReplay:
-    """Replay the trees of the likeliest paths at every position.
+    """Replay the trees of the likeliest paths at every position. Raises `OptionError` if `most` is below 1.
 
     Args:
         guesses: at each position, as many of each head as a tree of `most` nodes may use (`MOST_RANKS`).
         survival: scores of paths; None uses the heads' own probabilities.
-
-    Raises:
-        OptionError: `most` is below 1.
     """
     heads, positions, count = guesses.log_probs.shape
     kept = min(most, MOST_RANKS, count)

@@ -74,7 +74,7 @@ class MedusaGuesses:
         depth: int,
         ranks: int,
     ) -> TopK:
-        """The likeliest choices of a target that draws by coupled noise, as of `likeliest`; temperatures are above 0."""
+        """The likeliest choices of a target that draws by coupled noise at temperatures above 0."""
         most = self._most
         keys = [] if most is None else [gumbel_key(own, head) for own in noise for head in range(most[0])]
         known = [signed(key) for key in keys if key is not None]

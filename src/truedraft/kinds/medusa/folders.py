@@ -156,16 +156,15 @@ def _check_map(weights: Mapping[str, Tensor], config: MedusaConfig, file: Path) 
 def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | None = None) -> None:
     """Write heads as vLLM reads them, in the dtype of their weights.
 
+    Raises `ModelError` for unsupported heads, or if writing fails.
+
     Args:
         lm_head: `[vocab, width]`: the target's, for tied heads.
-
-    Raises:
-        ModelError: the format does not support these heads, or the files cannot be written.
     """
     config, state = heads.config, heads.state_dict()
     if config.reads_token or (config.tied and lm_head is None):
         raise ModelError(
-            "vLLM's Medusa heads read no tokens, and need the target's LM head beside those that end in it; train "
+            "vLLM's Medusa heads read no tokens, and need the target's LM head for those that end in it; train "
             "heads that read only vectors, or name the target"
         )
     weights = {theirs: state[ours] for theirs, ours in _names(config).items() if ours in state}

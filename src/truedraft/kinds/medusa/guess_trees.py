@@ -118,9 +118,7 @@ class GuessTrees:
         return Budget(min(budget.depth, self._heads, nodes), min(budget.width, MOST_RANKS, nodes), nodes)
 
     def trees(self, guesses: TopK, requests: Sequence[Wanted]) -> list[TokenTree]:
-        """A tree for each request, from guesses `[depth, requests, ranks]` of at least its `wanted` size, which is not
-        zero.
-        """
+        """A tree for each request, from guesses `[depth, requests, ranks]` of at least its `wanted` size."""
         found: dict[int, TokenTree] = {}
         fixed: dict[tuple[str, Budget], list[int]] = {}
         alike: dict[tuple[Budget, AcceptanceOdds | None], list[int]] = {}

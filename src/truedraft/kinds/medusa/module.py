@@ -137,8 +137,7 @@ class MedusaHeads(VectorHead):
     def entering(self, hidden: Tensor, embedded: Tensor | None = None) -> Tensor:
         """Input of the blocks, `[rows, width]`: hidden states, plus the drawn tokens' embeddings if heads read these.
 
-        Raises:
-            ValueError: heads that read tokens got none.
+        Raises `ValueError` if heads that read tokens got none.
         """
         if self.token is None:
             return hidden
@@ -157,7 +156,7 @@ class MedusaHeads(VectorHead):
     def logits(
         self, hidden: Tensor, unembed: Unembed, finish: Callable[[Tensor], Tensor], embedded: Tensor | None = None
     ) -> Tensor:
-        """Logits `[heads, rows, vocab]`; `finish` is the target's scale and soft-cap, for heads with their own outputs."""
+        """Logits `[heads, rows, vocab]`; `finish` is the target's scale and soft-cap, for heads' own outputs."""
         vectors = self.vectors(hidden, embedded)
         if self.config.tied:
             return unembed(vectors.flatten(0, 1)).unflatten(0, vectors.shape[:2])

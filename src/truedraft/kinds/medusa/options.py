@@ -16,7 +16,7 @@ class MedusaSizeOptions(HeadSizeOptions):
     layers: int = option(1, "Residual blocks of a head.", "N")
     reads_token: bool = option(
         True,
-        "Heads also read the token that was drawn from their vector, or the vector alone, as Medusa's own.",
+        "Heads also read the token that was drawn from their vector, or only the vector, as Medusa's own.",
         "",
         name="--reads-token/--vector-only",
     )
@@ -26,9 +26,7 @@ class MedusaSizeOptions(HeadSizeOptions):
 class MedusaRunOptions(HeadRunOptions):
     """Training options of Medusa heads."""
 
-    law_share: float = option(
-        1.0, "1 learns the target's distributions, 0 its tokens alone, in between a mixture.", "X"
-    )
+    law_share: float = option(1.0, "1 learns the target's distributions, 0 only its tokens, in between a mixture.", "X")
 
 
 @dataclass(frozen=True)

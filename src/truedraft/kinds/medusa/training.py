@@ -124,7 +124,7 @@ def _described(heads: HeadReport) -> Iterator[str | Rows]:
         shares = ", ".join(f"{ranks[0]:.2f} / {sum(ranks[:5]):.2f}" for ranks in counted["rank_accuracy"])
         yield f"heads right {_SERVED[kind]} with their first guess / one of five: {shares}"
     yield "tokens per target call: measured in the engine, promised by the trees, and as if heads erred independently"
-    yield f"promised and independent: on {heads.promised_on}; other text brings more or less"
+    yield f"promised and independent: on {heads.promised_on}; other text gives more or less"
     rows: list[Sequence[str]] = [("temperature", "nodes", "trees", "measured", "promised", "independent")]
     for each in heads.evaluations:
         counted, about = trees["sampled" if each.temperature else "greedy"], each.about
@@ -136,4 +136,4 @@ def _described(heads: HeadReport) -> Iterator[str | Rows]:
     yield rows
     for kind, counted in trees.items():
         if counted["chosen"] == COUNTED:
-            yield f"{_SERVED[kind]} the counted tree is used: on text that neither was fitted to it brought more"
+            yield f"{_SERVED[kind]} the counted tree is used: on text that neither was fitted to it gave more"

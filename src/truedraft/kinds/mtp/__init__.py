@@ -11,8 +11,8 @@ KINDS: Mapping[str, Kind] = {
         "truedraft.kinds.mtp.drafter:Mtp",
         "DIR",
         OF_LEVELS | {"num_speculative_tokens": "3"},
-        "the layer that the target's checkpoint brings along to predict a token further, or one of speculators in DIR; "
-        "its output goes round for further tokens, and options are those of eagle",
+        "the layer in the target's checkpoint that predicts a token further, or one of speculators in DIR; "
+        "its output is fed back for further tokens, and options are those of eagle",
         widest={"num_speculative_tokens": "6"},
         head="truedraft.kinds.mtp.module:MtpHead",
         exports="truedraft.kinds.mtp.module:EXPORTS",

@@ -58,8 +58,8 @@ class MtpRunner:
     """An MTP layer that runs with its target.
 
     Attributes:
-        reads: "behind" or "before": whether it reads the target's hidden states after or before the final norm.
-        returns: "behind" or "before": whether its own output is fed back after or before the norm that follows it.
+        reads: "behind" or "before" the final norm: which hidden states of the target it reads.
+        returns: the same of its own output, fed back after or before the norm that follows it.
         scores: mean log probability of the target's own tokens for each choice of `reads` and of `returns`.
     """
 

@@ -31,8 +31,7 @@ def kind_in(path: Path) -> str | None:
 def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter | None:
     """Load a recurrent head of Apple's project, with its own output; None if there is none.
 
-    Raises:
-        ModelError: weights are missing or damaged, or do not match config.json.
+    Raises `ModelError` for missing, damaged or unfitting weights.
     """
     if kind_in(path) is None:
         return None

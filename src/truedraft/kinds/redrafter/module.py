@@ -32,7 +32,7 @@ _TABLE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class RedrafterConfig:
-    """Sizes of a recurrent head.
+    """Sizes of a recurrent head. Raises `OptionError` for invalid sizes.
 
     Attributes:
         exit_width: entries of the input of the residual blocks and the output; `width` if the output is tied.
@@ -40,9 +40,6 @@ class RedrafterConfig:
         tied: whether it ends in the target's LM head, or in its own linear layer.
         rnn: whether the state is SiLU(W e + U s + b); otherwise it is the sum of the embeddings e.
         scaled: whether embeddings are scaled to a root mean square of 1.
-
-    Raises:
-        OptionError: invalid sizes.
     """
 
     width: int
@@ -186,7 +183,7 @@ class RedrafterRunner:
         self._blocks = [placed(each.weight, each.bias, target) for each in head.linears]
         self._output = None if head.output is None else placed(head.output.weight, None, target)
         small = target.vocab_size * config.state * target.dtype.itemsize <= _TABLE_BYTES
-        self._table = self._told(torch.arange(target.vocab_size, device=target.device)) if small else None
+        self._table = self._recurrence_input(torch.arange(target.vocab_size, device=target.device)) if small else None
 
     @property
     def device(self) -> torch.device:
@@ -203,12 +200,12 @@ class RedrafterRunner:
 
     def advance(self, state: Tensor | None, tokens: Tensor) -> Tensor:
         """The recurrent state `[rows, state]` after one more token; None is the state before the first."""
-        embedded = self._told(tokens) if self._table is None else embedding(tokens, self._table)
+        embedded = self._recurrence_input(tokens) if self._table is None else embedding(tokens, self._table)
         if self._recurrent is None:
             return embedded if state is None else state + embedded
         return silu(embedded if state is None else embedded + _in_rows(self._recurrent, state))
 
-    def _told(self, tokens: Tensor) -> Tensor:
+    def _recurrence_input(self, tokens: Tensor) -> Tensor:
         """W e + b, or e itself if the state is a sum."""
         embedded = self._target.embed(tokens).to(self._target.dtype)
         read = scaled_embedding(embedded) if self._scaled else embedded

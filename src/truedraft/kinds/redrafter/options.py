@@ -35,7 +35,7 @@ class RedrafterRunOptions(HeadRunOptions):
 
     loss: str = option(
         "kl",
-        "kl, reverse-kl, tv, jsd, lk or lk-adaptive learn the target's distributions, ce its tokens alone; or a "
+        "kl, reverse-kl, tv, jsd, lk or lk-adaptive learn the target's distributions, ce only its tokens; or a "
         "mixture: kl=0.5,tv=0.5.",
         "LOSS",
     )
@@ -47,16 +47,15 @@ class RedrafterRunOptions(HeadRunOptions):
     )
     self_fed: float = option(
         0.0,
-        "At this share of the positions the head reads its own guesses; 0 reads the text's tokens alone.",
+        "At this share of the positions the head reads its own guesses; 0 reads only the text's tokens.",
         "SHARE",
     )
 
 
 TRAINS = Trains(
     "A recurrent head (ReDrafter)",
-    "Train a recurrent head (ReDrafter) on what the target itself writes; measures what it brings.\n\n"
-    "The target stays as it is: training it together with its heads is `truedraft train medusa --stage 2` "
-    "alone.",
+    "Train a recurrent head (ReDrafter) on what the target itself writes; measures its acceptance.\n\n"
+    "The target stays as it is: only `truedraft train medusa --stage 2` trains it together with its heads.",
     RedrafterSizeOptions,
     RedrafterRunOptions,
 )

@@ -102,7 +102,7 @@ class SampledBeams:
                 if len(trees) > 1:
                     raise
                 failure = error
-                state, logits = self._those_that_can(trees[0], context, state)
+                state, logits = self._next_separately(trees[0], context, state)
                 if not trees[0].open:
                     break
         proposals = [tree.proposal() for tree in trees]
@@ -116,7 +116,7 @@ class SampledBeams:
         rows, above, tokens = (transfers.upload(each, context.device) for each in zip(*opened, strict=True))
         return self._head.step(context[rows], state[above], tokens)
 
-    def _those_that_can(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _next_separately(self, tree: _BeamTree, context: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`_next` for each open node separately, because all together failed; closes nodes that fail.
 
         Dropping all would bias the answer, as whether a failing node exists would depend on its token.

@@ -186,13 +186,13 @@ def _fewest_nodes(
             steps.append(longest)
             beams = with_dropped(steps)
             node_of = merge(beams, beams.tokens[0].numel()).node_of
-            fewest[number].append(_holding(beams, node_of, truth[:, : number + 1]).cpu())
+            fewest[number].append(_nodes_needed(beams, node_of, truth[:, : number + 1]).cpu())
             merged[number] += float(merge(longest, longest.tokens[0].numel()).counts.sum())
     found = [torch.cat(each) for each in fewest]
     return found, [each / len(found[0]) for each in merged]
 
 
-def _holding(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
+def _nodes_needed(beams: Beams, node_of: Tensor, truth: Tensor) -> Tensor:
     """How many nodes hold each prefix of `truth` `[rows, length]`, or `NEVER`."""
     right = (beams.tokens == truth[:, None]).to(torch.uint8).cumprod(dim=-1)  # [rows, beams, length]
     holder = right.argmax(dim=1, keepdim=True)  # the first beam that is right so far, if any

@@ -58,7 +58,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
         shares = iter(head.facts["accuracy"].values())
         pairs = ", ".join(f"{first:.2f} / {five:.2f}" for first, five in zip(shares, shares, strict=True))
         yield f"right at each place, given the tokens before it, with the first guess / one of five: {pairs}"
-        yield f"promised: on {head.promised_on}; other text brings more or less"
+        yield f"promised: on {head.promised_on}; other text gives more or less"
         rows: list[Sequence[str]] = [("temperature", "nodes", "beams", "tokens per target call", "promised")]
         for each in head.evaluations:
             about = each.about
@@ -81,9 +81,7 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
             raise UnknownOptionError.nearest("kind of distributions", self.laws, _LAWS)
         reads_target = self.distillation_loss.reads_target  # raises for an unknown loss
         if self.laws == "stored" and not reads_target:
-            raise OptionError(
-                f"need not be stored for the loss {self.loss!r}, which looks at tokens alone", field="laws"
-            )
+            raise OptionError(f"need not be stored for the loss {self.loss!r}, which reads only tokens", field="laws")
 
     @property
     def bytes_per_token(self) -> int:
