@@ -103,8 +103,8 @@ def test_they_stand_by_beside_other_drafters() -> None:
 def test_requests_without_a_prediction_ask_nobody_for_one() -> None:
     target = tiny_models.packed("llama")
     engine = Engine(target, with_own_drafts(DraftModel(tiny_models.packed("llama"))))
-    assert engine.prepare([1, 2]).excluded == {"prediction", "forced"}
-    assert engine.prepare([1, 2], SamplingParams(prediction=(1, 2))).excluded == {"forced"}
+    assert engine.prepare([1, 2]).drafting.excluded == {"prediction", "forced"}
+    assert engine.prepare([1, 2], SamplingParams(prediction=(1, 2))).drafting.excluded == {"forced"}
     with pytest.raises(OptionError, match="prediction is a text and needs a tokenizer"):
         engine.prepare([1, 2], SamplingParams(prediction="text"))
     context = target.context_length

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from drafters.heads.test_recorded_pairs import Replayed
 
-from kinds.eagle.test_eagle import head
+from kinds.eagle.test_eagle import Replayed, head
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import as_transformers_runs_it
 from support.tiny_models import VOCAB, noisy_stock, stock

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters.heads.test_recorded_pairs import Replayed
 
-from kinds.eagle.test_eagle import head
+from kinds.eagle.test_eagle import Replayed, head
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target
 from support.tiny_models import VOCAB, noisy_stock, packed, stock

@@ -257,7 +257,7 @@ def test_what_would_read_foreign_memory_is_refused() -> None:
     for row in (-1, 2):
         with pytest.raises(ModelError, match="row that needs logits is outside 0 to 1"):
             model.forward([Segment(model.new_cache(), tokens, chain_shape(2), (row,))])
-    with pytest.raises(ModelError, match="2 tokens were given for 3 nodes"):
+    with pytest.raises(ModelError, match="2 tokens are given for 3 nodes"):
         model.forward([Segment(model.new_cache(), tokens, chain_shape(3), (0,))])
     other = native(llama(head_dim=64))
     foreign = other.new_cache()
