@@ -390,7 +390,7 @@ def test_words() -> None:
 
 
 def test_a_plan_refuses_it_and_its_cost_can_be_measured() -> None:
-    with pytest.raises(OptionError, match="behind its own guesses, which answers alone do not show; measure it with"):
+    with pytest.raises(OptionError, match="after its own guesses, which answers do not show; measure it with"):
         check_walkable(Lookahead(), drawn=False)
     drafter = Lookahead()
     assert measure_drafter(drafter, packed("llama"), effort=Effort(0.05, 1, 2)).points

@@ -435,5 +435,5 @@ class _Silent(torch.nn.Module):
 def test_a_text_without_its_sound_fails() -> None:
     model = target("whisper")
     tokens = torch.tensor(model.opening)
-    with pytest.raises(ModelError, match="begun without a sound"):
+    with pytest.raises(ModelError, match="began without any"):
         model.forward([Segment(model.new_cache(), tokens, chain_shape(len(tokens)), ())])

@@ -141,7 +141,7 @@ def test_failures_say_where(world: SamplerWorld) -> None:
 def test_what_is_no_sampler_is_refused() -> None:
     for function, words in (
         (3, "is a int; name a function"),
-        (dict, "tell its parameters|must take draft_tokens"),
+        (dict, "no readable parameters|must take draft_tokens"),
         (lambda draft_tokens, target_prob: None, "asks for 'target_prob'; did you mean 'target_probs'?"),
         (lambda draft_tokens, temperature: None, "what can be asked for: draft_tokens, draft_probs"),
         (lambda draft_tokens: None, "must take draft_tokens, and target_probs or target_logits"),

@@ -42,7 +42,7 @@ def test_medusa_is_measured_as_lossy() -> None:
     found = certify_sampler(load_sampler(spec("medusa")), seconds=LONG, rows=100)
     assert found.findings[0].status is Status.FAILS
     assert found.findings[0].facts["fault"] == "typical acceptance"
-    assert "behind it the argmax" in found.findings[0].facts["detail"]
+    assert "then the argmax" in found.findings[0].facts["detail"]
 
 
 def test_medusa_keeps_what_passes_and_ends_with_the_argmax() -> None:
