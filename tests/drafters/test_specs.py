@@ -101,7 +101,7 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("draft,min_probability=2", OptionError, "min_probability"),
         ("draft,min_probability=x", OptionError, "'x'"),
         ("draft,async=yes", OptionError, "async must be 1 .* or 0, got 'yes'"),
-        ("draft,async=1,outcomes=2", UnknownOptionError, "'outcomes'; it is gone, take async=1 alone"),
+        ("draft,async=1,outcomes=2", UnknownOptionError, "'outcomes'; it is gone, take only async=1"),
         ("early-exit:2", UnknownOptionError, "unknown drafter 'early-exit'; it is gone, take self:int4"),
         ("draft,async=1,branching=3-2", OptionError, "async drafts one chain, and branching or chains make trees"),
         ("none:folder", OptionError, "takes no path"),

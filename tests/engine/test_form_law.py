@@ -58,7 +58,11 @@ class NoTwins:
 @contextmanager
 def table_forms(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests for a structured answer get the table in place of a grammar."""
-    patch.setattr(prompts, "_form", lambda params, target, forms, tokens, owner: NoTwins(tokens, len(tokens)))
+
+    def form(params: SamplingParams, target: object, forms: object, tokens: list[int], owner: str) -> NoTwins | None:
+        return NoTwins(tokens, len(tokens)) if params.structured is not None else None
+
+    patch.setattr(prompts, "_form", form)
     yield
 
 
