@@ -172,7 +172,7 @@ def test_every_kind_can_be_made_from_its_own_options() -> None:
         ("godput", "goodput"),
         ("", "controller"),
         ("goodput,probin=0.1", "probing"),
-        ("goodput,explore=thompson", "it is gone, take probing alone"),
+        ("goodput,explore=thompson", "it is gone, take only probing"),
         ("goodput,probing=2", "0.5"),
         ("goodput,probing=much", "number"),
         ("goodput,probing=nan", "nan"),
