@@ -22,7 +22,7 @@ BAD = [
 ]
 WRONG_TYPES = [
     ("temperature", "hot"), ("temperature", None), ("top_p", "0.9"), ("min_p", None), ("stop_token_ids", 5),
-    ("stop", None), ("stop", 5), ("ignore_eos", "no"), ("ignore_eos", 0), ("ignore_eos", None),
+    ("stop", None), ("stop", 5), ("ignore_eos", "no"), ("ignore_eos", 0), ("ignore_eos", 1), ("ignore_eos", None),
 ]  # fmt: skip
 
 
@@ -35,7 +35,8 @@ def test_bad_values_are_named(option: str, value: object) -> None:
 
 
 GOOD = [
-    {"max_tokens": 1}, {"temperature": 0}, {"temperature": 5.5}, {"top_k": 10**6}, {"top_p": 1.0}, {"top_p": 1e-9},
+    {"max_tokens": 1}, {"temperature": 0}, {"temperature": 5.5}, {"temperature": -0.0},
+    {"temperature": 1e-300}, {"top_k": 10**6}, {"top_p": 1.0}, {"top_p": 1e-9},
     {"min_p": 1.0}, {"min_p": 0.0}, {"seed": 0}, {"seed": 2**64 - 1}, {"stop": ()}, {"stop_token_ids": (0, 5)},
 ]  # fmt: skip
 

@@ -421,6 +421,7 @@ def test_a_token_that_is_named_twice_is_taken_out_once() -> None:
 def test_where_nothing_is_left() -> None:
     p = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
     assert torch.equal(L.without_tokens(p, torch.tensor([[1, 1], [0, 1]])), torch.zeros(2, 3))
+    assert L.without_tokens(torch.tensor([1.0, 1e-45]), torch.tensor([0])).tolist() == [0.0, 1.0]
 
 
 def test_the_distributions_given_are_left_as_they_were() -> None:

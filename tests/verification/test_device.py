@@ -166,15 +166,32 @@ def test_random_proposals_together_and_alone_both_ways(rule: Rule, vocab: int, c
     if count > 50:
         assert {len(verdict.path) for verdict in verdicts} >= {0, 1, 2}
         assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
-        drawn = [{draw.kind for draw in each} for p in proposals for each in p.draws if len(each) > 1]
-        assert rule is BLOCK or any(len(kinds) == 3 for kinds in drawn)
+        drawn = {frozenset(draw.kind for draw in each) for p in proposals for each in p.draws if len(each) > 1}
+        if rule is RULE:
+            assert drawn >= {frozenset({kind}) for kind in KINDS} | {frozenset(KINDS)}
+        else:
+            assert {len(verdict.path) for verdict in verdicts[count:]} == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("target", "draft"), [("float64", "float32"), ("float32", "float64")])
-def test_draft_distributions_of_another_width_of_float(target: str, draft: str) -> None:
-    proposals, probs, noise = batch(200, 7, seed=4, draft_dtype=getattr(torch, draft))
+@pytest.mark.parametrize("rule", [RULE, BLOCK], ids=lambda rule: rule.name)
+def test_draft_distributions_of_another_width_of_float(rule: Rule, target: str, draft: str) -> None:
+    of = None if rule is RULE else [KINDS[0], KINDS[2]]
+    proposals, probs, noise = batch(200, 7, seed=4, draft_dtype=getattr(torch, draft), of=of)
     probs = [dist.to(getattr(torch, target)) for dist in probs]
-    assert eagerly(RULE, proposals, probs, noise) == RULE.verify(proposals, probs, noise)
+    assert eagerly(rule, proposals, probs, noise) == rule.verify(proposals, probs, noise)
+
+
+def test_the_weights_of_a_device_are_those_of_the_host_to_the_bit() -> None:
+    numbers = torch.tensor([0.0, 1e-45, 1e-30, 0.1, 1 / 3, 0.5, 0.7, 1.0], dtype=torch.float64)
+    above, p, q = (each.flatten() for each in torch.meshgrid(numbers, numbers, numbers, indexing="ij"))
+    expected = [BLOCK.weight(*each) for each in zip(above.tolist(), p.tolist(), q.tolist(), strict=True)]
+    assert BLOCK.weight(above, p, q).tolist() == expected
+    by_hand = [
+        min(1.0, w * a / b) if w * a and b else float(w * a > 0)
+        for w, a, b in zip(*(each.tolist() for each in (above, p, q)), strict=True)
+    ]
+    assert expected == pytest.approx(by_hand)
 
 
 def test_probabilities_are_read_from_tables_in_their_own_precision() -> None:

@@ -10,6 +10,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
+import small_worlds
 import torch
 from small_worlds import (
     A1,
@@ -279,6 +280,12 @@ def test_in_every_decision_cell(name: str) -> None:
             assert gap(step, Reference(world).step(())) < EXACT
         elif all(plan == A1 for plan in world.plans):
             assert gap(step, BlockReference(world).step(())) < EXACT
+
+
+def test_a_device_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_worlds, "eagerly", lambda *given: [])
+    with pytest.raises(AssertionError):
+        cell_probs(both_ways(ALONE), build("noticed", 2, [A1]).every_proposal())
 
 
 # ------------------------------------------------------------------------------- the reference in fractions

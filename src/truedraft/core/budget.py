@@ -122,8 +122,9 @@ NOTHING_FOUND = Hint(finds=False)
 class RequestView:
     """A controller's view of one request that may be drafted for, before a step.
 
-    No two requests share noise, and tokens of a seeded request do not depend on budgets. So the results of a request's
-    drafts may determine how much is drafted for others (docs/concepts.md, predictable choice).
+    No two requests without a seed share noise in an engine, and tokens of a request with one do not depend on budgets.
+    So the results of a request's drafts may determine how much is drafted for others (docs/concepts.md, predictable
+    choice).
 
     Attributes:
         context: tokens in the target's cache.

@@ -39,7 +39,8 @@ _WORKSPACE = 3 << 29
 
 def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0) -> int | None:
     """Bytes available for keys and values on a GPU; None on a CPU. A share `utilization` of the total memory, less what
-    weights and other processes use now, and less 1.5 GiB for activations.
+    weights and other processes use now, and less 1.5 GiB for activations; `reserved` bytes of what is in use now are
+    for keys and values of these models.
 
     Raises:
         OptionError: it is no number above 0 and up to 1, or leaves nothing.

@@ -135,23 +135,28 @@ def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
     assert times.step_s(1, [100], True) == pytest.approx(plain)
 
 
+def test_deciding_is_a_price_of_drafting() -> None:
+    times, _, machine = times_of()
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
+    for _ in range(2):
+        times.observe(record(machine.step_s(5) + 0.002, 5, decide_s=0.002))
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5) + 0.002)
+
+
 @pytest.mark.parametrize(
     ("factor", "options", "counts"),
     [(50.0, {"decide_s": 0.5}, False), (20.0, {"settled": False}, False), (20.0, {}, True)],
     ids=["something was measured", "not settled", "settled"],
 )
 def test_steps_that_say_nothing(factor: float, options: dict[str, Any], counts: bool) -> None:
-    """Deciding is a price of drafting, unless costs were measured meanwhile."""
     times, _, machine = times_of()
     drafted = machine.step_s(5)
     assert times.step_s(5, [100], True) == pytest.approx(drafted)
-    times.observe(record(0.01, 1, [DraftTime("a", 1, 0, 0, 1, 0.00001)]))
-    assert times.drafting_s("a", 1, 1, True) == pytest.approx(DRAFT_S), "nor do proposals of nothing"
     times.observe(record(factor * drafted, 5, **options))
-    assert (times.step_s(5, [100], True) > 1.5 * drafted) == counts
-    for _ in range(0 if counts else 20):
-        times.observe(record(drafted + 0.002, 5, decide_s=0.002))
-    assert counts or times.step_s(5, [100], True) == pytest.approx(drafted + 0.002, rel=0.01)
+    if counts:
+        assert times.step_s(5, [100], True) > 1.5 * drafted
+    else:
+        assert times.step_s(5, [100], True) == pytest.approx(drafted)
 
 
 def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
@@ -221,6 +226,13 @@ def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> No
         times.observe(record(0.011 + spent.seconds, 5, [spent]))
     assert times.catch_up_s("a", 12) == pytest.approx(10 * 0.0004, rel=0.05)
     assert times.drafting_s("a", 1, 4, True) == pytest.approx(4 * DRAFT_S), "which says nothing of drafting"
+
+
+def test_proposals_of_nothing_say_nothing() -> None:
+    times, clock, _ = times_of()
+    clock.now += 1.0
+    times.observe(record(0.01, 1, [DraftTime("a", 1, 0, 0, 1, 0.00001)]))
+    assert times.drafting_s("a", 1, 1, True) == pytest.approx(DRAFT_S)
 
 
 def test_contexts_are_asked_for_to_the_nearest_of_a_few() -> None:
