@@ -193,3 +193,17 @@ def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> Non
     assert [len(each.others) for each in engine.generate(list(many), params)] == [2, 2]
     with pytest.raises(Exception, match="n must be 1 for a stream, got 3"):
         next(engine.stream(SHARED, params))
+
+
+def test_running_answers_wait_for_one_part_of_a_prompt_at_most(table: MarkovModel) -> None:
+    engine = Engine(table, prefix_cache_bytes=0)
+    running = engine.submit([1, 2, 3], SamplingParams(max_tokens=40))
+    engine.step()
+    for start in range(3):
+        engine.submit([start, *(SHARED * 4)[:500]], SamplingParams(max_tokens=2))
+    fed = fed_by(engine)
+    while not running.closed:
+        emitted = running.emitted
+        engine.step()
+        assert running.closed or running.emitted == emitted + 1
+    assert max(fed) <= 256

@@ -38,6 +38,7 @@ class Answer:
         origins: for each of `token_ids`, whether it was drafted and accepted, recovered, or a bonus; the prefill's
             first token is a bonus.
         logprobs: for each of `token_ids`, with `SamplingParams.logprobs`.
+        prompt_logprobs: for each token of the prompt except the first, with `SamplingParams.prompt_logprobs`.
         others: the answers of samples 1 to n - 1, if `SamplingParams.n` is above 1.
         seed: reproduces the answer; None for a request without one.
         stop_text: the text of `SamplingParams.stop` that ended it.
@@ -65,7 +66,8 @@ class Piece:
 
     Attributes:
         text: text that can no longer change: no incomplete characters or possible stop texts; "" without a tokenizer.
-        token_ids: tokens that no stop text can remove any more; they may come later than their text.
+        token_ids: tokens that no stop text can remove any more; they may come later than their text. All
+            pieces joined are the answer's.
         answer: the whole answer, on the last piece only.
     """
 

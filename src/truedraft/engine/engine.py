@@ -83,8 +83,8 @@ class Engine:
         coupled_rule: verifies greedy and seeded requests under a lossless rule; None compares each drafted token with
             the target's choice, the only correct rule. `truedraft certify` injects faults here.
         entropy: for tests and certificates: fixes the noise of requests without a seed, by the order in which they are
-            submitted; None draws it from the operating system. Engines that share a drafter which learns from answers
-            need different values, because it has seen the draws of the same noise.
+            submitted or prepared; None draws it from the operating system. Engines that share a drafter which learns
+            from answers need different values, because it has seen the draws of the same noise.
         learner: trains drafters in the background, such as `truedraft.training.online.Learner`.
 
     One thread at a time steps the engine. `generate`, `stream`, `submit` and `cancel` are thread-safe.
@@ -523,6 +523,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step for all running requests, in this thread; returns whether any request is left.
+
+        Several threads may call it; they are served in order of arrival.
 
         Raises:
             TruedraftError: called from inside a step, as by a listener.

@@ -23,16 +23,16 @@ class LearnerStatus:
     answers_bytes: int
     tokens_per_call_before: float | None  # by replay, of the head that the last promotion replaced; None before any
     tokens_per_call_after: float | None  # of its replacement, on the same answers
-    failures: (
-        int  # heads that no longer learn, and served versions that could not be saved in their folder; see the log
-    )
+    failures: int  # heads that no longer learn, and served versions that could not be saved; see the log
 
 
 class EngineLearner(Protocol):
     """Trains drafters while an engine runs."""
 
     @property
-    def status(self) -> LearnerStatus: ...
+    def status(self) -> LearnerStatus:
+        """Its work so far."""
+
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
         """Called while an engine is made; returns the drafter to use, and the watcher that observes every step.
 
@@ -40,6 +40,8 @@ class EngineLearner(Protocol):
             CompositionError: no drafter can learn.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop learning."""
+
     def changes(self) -> Sequence[tuple[str, Callable[[], None]]]:
         """Called before each step: names of drafters with new weights, each with the function that sets them."""

@@ -85,7 +85,8 @@ class PromptReading(ABC):
         """Tokens that each of these reads in the next step, in which others may be `decoding`; 0 to wait."""
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027 - optional
-        ...
+        """Learn from a step."""
+
     def read_less(self, tokens: int) -> bool:
         """After a step that read `tokens` prompt tokens ran out of memory; returns whether later steps read fewer."""
         return False

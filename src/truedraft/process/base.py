@@ -136,7 +136,9 @@ class GaussianSteps(Process):
     """
 
     @abstractmethod
-    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Gaussian: ...
+    def law(self, states: Tensor, steps: Tensor, outputs: Tensor) -> Gaussian:
+        """The distributions of the next states."""
+
     def draw(self, states: Tensor, steps: Tensor, outputs: Tensor, noise: StepNoise, purpose: Purpose) -> Tensor:
         return self.law(states, steps, outputs).at(noise.normal(purpose, states.shape[-1]))
 

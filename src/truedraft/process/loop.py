@@ -24,12 +24,12 @@ from truedraft.process.windows import Windows
 class Seen:
     """Steps of some chains at one depth of a round; `guesses` and `kept` are None if nothing was drafted."""
 
-    chains: Tensor
-    steps: Tensor
-    states: Tensor
+    chains: Tensor  # [rows]: their numbers
+    steps: Tensor  # [rows]: numbers of the steps
+    states: Tensor  # before the step
     outputs: Tensor
     guesses: Tensor | None
-    kept: Tensor | None
+    kept: Tensor | None  # [rows] bool: whether drafts were accepted
     outcomes: Tensor
 
 

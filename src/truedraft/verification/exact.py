@@ -15,13 +15,14 @@ from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome, Rule
 
 Prefix = tuple[int, ...]
 Target = Callable[[Prefix], Tensor]
+"""The target's distribution `[vocab]`, float64, after a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
     """A planned draw at a node from `q` `[vocab]`; a deterministic draw has a one-hot distribution."""
 
-    dist: int
+    dist: int  # its number; draws of a node from one distribution without replacement exclude each other's tokens
     q: Tensor
     kind: DrawKind
 
@@ -31,7 +32,10 @@ Scheme = Callable[[Prefix, Prefix], Sequence[PlannedDraw]]
 
 
 def emitted_dist(rule: Rule, target: Target, scheme: Scheme, length: int) -> dict[Prefix, float]:
-    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`."""
+    """The exact probabilities of the first `length` tokens of an answer when every step uses `scheme` and `rule`.
+
+    A step that ends early is followed by a step from its end.
+    """
     # For every prefix of an answer, its mass by the part drafted in this step; an outcome makes it longer.
     reached: list[dict[Prefix, dict[Prefix, float]]] = [{} for _ in range(length + 1)]
     reached[0][()] = {(): 1.0}

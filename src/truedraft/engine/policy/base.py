@@ -25,7 +25,9 @@ class StepTimes(Protocol):
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
 
-    def observe(self, record: StepRecord, steps: int = 1) -> None: ...
+    def observe(self, record: StepRecord, steps: int = 1) -> None:
+        """Record a step, the last of `steps` equal ones."""
+
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
 

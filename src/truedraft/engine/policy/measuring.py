@@ -122,7 +122,9 @@ class Times(ABC, Generic[Key, Cost]):
         """The cost by the measurements so far, at least one round; a `whole` one includes what is measured last."""
 
     @abstractmethod
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Free what measuring holds; it is made again for further measurements."""
+
     @torch.inference_mode()
     def measured(self, effort: Effort, progress: Progress, label: str, clock: Callable[[], float]) -> Cost:
         try:
