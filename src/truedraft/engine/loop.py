@@ -134,6 +134,7 @@ class Loop:
                 raise self._failure
 
     async def until(self, done: Callable[[], bool]) -> None:
+        """`run_until` for an event loop, which continues to run while the driver steps; raises what a step raises."""
         there, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:

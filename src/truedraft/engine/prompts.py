@@ -106,7 +106,12 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def params_of_each(count: int, params: ParamsOfEach) -> Sequence[SamplingParams | None]:
-    """The options of each of several prompts."""
+    """The options of each of several prompts.
+
+    Raises:
+        OptionError: neither one SamplingParams nor a list of them.
+        PromptError: their number is not that of the prompts.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):

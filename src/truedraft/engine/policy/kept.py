@@ -324,6 +324,7 @@ class Growing(Generic[Cost]):
         self._pieces = piecewise(times.keys, times.measure, effort, clock=lambda: self._spent_s)
 
     def go_on(self) -> bool:
+        """Measure one more point; returns whether there is more. TruedraftError if the model or the drafter failed."""
         began, delay_s = time.perf_counter(), run_delay_s()
         rounds = next(self._pieces, None)
         cost = self._times.cost(whole=True) if rounds is None else None

@@ -348,7 +348,12 @@ class DrafterTimes(Times[int, DraftCost]):
 
 @torch.inference_mode()
 def rehearse(drafter: Drafter, target: LanguageModel, params: SamplingParams) -> None:
-    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer."""
+    """Let a drafter draft once for a synthetic request, so that first-use work is not done in an answer.
+
+    Raises:
+        CompositionError: the drafter does not fit the target.
+        DrafterError: the drafter failed.
+    """
     drafter.check(target)
     if drafter.limits.is_zero:
         return

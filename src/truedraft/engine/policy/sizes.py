@@ -55,7 +55,11 @@ class NodeBudget:
 def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
 ) -> list[SizeOption]:
-    """Predicted gains of 0, 1, ... nodes per request with `context` cached tokens; see `size_options`."""
+    """Predicted gains of 0, 1, ... nodes per request with `context` cached tokens; see `size_options`.
+
+    Raises:
+        OptionError: there is no request.
+    """
     contexts = [context] * requests
     return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
 
