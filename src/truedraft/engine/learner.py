@@ -23,9 +23,7 @@ class LearnerStatus:
     answers_bytes: int
     tokens_per_call_before: float | None  # by replay, of the head that the last promotion replaced; None before any
     tokens_per_call_after: float | None  # of its replacement, on the same answers
-    failures: (
-        int  # heads that no longer learn, and served versions that could not be saved in their folder; see the log
-    )
+    failures: int  # heads that no longer learn, and served versions that could not be saved; see the log
 
 
 class EngineLearner(Protocol):
