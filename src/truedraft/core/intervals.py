@@ -40,9 +40,10 @@ def resampled(numbers: ArrayLike, value: Callable[[Numbers], Numbers], draws: in
     count = terms.shape[1]
     chosen = np.random.default_rng(0).integers(0, count, (draws, count))
     with np.errstate(all="ignore"):
-        values = value(terms[:, chosen].sum(axis=2))
-    low, high = np.percentile(values[np.isfinite(values)], _TAILS)
-    return Interval(float(value(terms.sum(axis=1))), float(low), float(high))
+        values, whole = value(terms[:, chosen].sum(axis=2)), float(value(terms.sum(axis=1)))
+    known = values[np.isfinite(values)]
+    low, high = np.percentile(known, _TAILS) if len(known) else (-math.inf, math.inf)
+    return Interval(whole, float(low), float(high))
 
 
 def ratio_over_prompts(above: Sequence[float], below: Sequence[float]) -> Interval:

@@ -257,7 +257,7 @@ class Decisions:
         if len(blocks) < _LEAST_BLOCKS:
             return found
         interval = resampled(blocks.T, _factors, _DRAWS)
-        return replace(found, low=interval.low, high=interval.high)
+        return replace(found, low=interval.low, high=interval.high) if np.isfinite(interval.low) else found
 
     def _sums(self, by_plain_steps: bool) -> Numbers:
         scale = ("plain_s", "plain_steps_curve_s") if by_plain_steps else ("bare_s", "curve_s")
