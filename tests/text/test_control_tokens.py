@@ -229,7 +229,8 @@ def test_where_it_cannot_be_done_the_message_and_the_token_are_named() -> None:
 
 
 PIECES = st.sampled_from([
-    "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", "<|end|>", "the ", " ", "\n", "é", "日", "<tool>"
+    "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", "<|end|>", "the ", " ", "\n", "é", "日", "<tool>",
+    "x" * 9,
 ])  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from truedraft.errors import OptionError
 from truedraft.text.detokenizer import ShownTokens, StopScanner, StreamDetokenizer, TextStream
 from truedraft.text.tokenizer import Tokenizer
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXTS = st.text(
     st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab the\n  é日👩‍💻🏽\u0301\ufffd▁")),
     max_size=40,
@@ -87,6 +87,13 @@ def test_a_bad_byte_breaks_its_whole_run(llama: Tokenizer) -> None:
     good, bad = (llama.backend.convert_tokens_to_ids(token) for token in ("<0x41>", "<0xFF>"))
     a = llama.backend.convert_tokens_to_ids("a")
     assert streamed(llama, [a, good, bad, a]) == ["a", "", "", "\ufffd\ufffda", ""]
+
+
+def test_special_tokens_do_not_move_spaces(llama: Tokenizer) -> None:
+    """A window that held only special tokens would drop the space of the next word."""
+    the = llama.encode("the")[1:]
+    ids = [*the, *[1] * 30, *the, *[2] * 30, *the]
+    assert "".join(streamed(llama, ids)) == llama.decode(ids) == "the the the"
 
 
 @pytest.mark.parametrize("run", ["one broken byte", "one word", "byte tokens"])
@@ -214,6 +221,15 @@ def test_holds_no_more_than_needed(text: str, stops: list[str]) -> None:
         assert held == max(beginnings, key=len, default="")
 
 
+def test_overlapping_stops() -> None:
+    assert scan(list("aabaabaaac"), ["aabaaac"]) == ("aab", True)
+    assert scan(["ab", "ab", "ac"], ["abac"]) == ("ab", True)
+    assert scan(["one\n", "\ntwo"], ["\n\n"]) == ("one", True)
+    assert scan(["<|im", "_x"], ["<|im_end|>"]) == ("<|im_x", False)
+    assert scan(["abcd"], ["abcd", "bc"]) == ("a", True), "the one complete first"
+    assert scan(["xabc"], ["bc", "abc"]) == ("x", True), "of these the longest"
+
+
 def test_after_a_stop_nothing_more() -> None:
     scanner = StopScanner(("b",))
     assert scanner.push("abc") == ("a", True)
@@ -312,11 +328,24 @@ def test_a_line_break_as_byte_token_stops_at_once(llama: Tokenizer) -> None:
     assert (pushed, stream.text, stream.kept_tokens) == (newline + 1, "ab", newline)
 
 
+def test_broken_bytes_before_a_line_break_do_not_hide_it(llama: Tokenizer) -> None:
+    broken, newline, letter = llama.backend.convert_tokens_to_ids(["\ufffd", "<0x0A>", "a"])
+    stream, pushed = run(llama, [letter, broken, newline, letter], ["\n"])
+    assert (pushed, stream.text, stream.kept_tokens) == (3, "a\ufffd", 2)
+
+
 def test_an_unfinished_character_is_not_yet_a_replacement_character(llama: Tokenizer) -> None:
     """The second byte of three is also the last one of a stop text."""
     ids = llama.backend.convert_tokens_to_ids(["a", "<0xE3>", "<0xA9>", "<0xAA>", "a"])
     stream, _ = run(llama, ids, ["é", "\ufffd"])
     assert (stream.stopped, stream.text) == (False, "a\u3a6aa")
+
+
+def test_kept_tokens_count_the_one_in_which_the_stop_begins(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode(" the the")
+    assert len(ids) == 2
+    for stop, kept in (("he the", 1), (" the the", 0), ("nothing", 2)):
+        assert run(bytes_bpe, ids, [stop])[0].kept_tokens == kept
 
 
 def test_tokens_are_settled_as_soon_as_their_text_is_out(bytes_bpe: Tokenizer) -> None:
@@ -328,6 +357,11 @@ def test_tokens_are_settled_as_soon_as_their_text_is_out(bytes_bpe: Tokenizer) -
     # Of the four tokens of a character the first counts with it, the others with what is behind it; of " the" only " t"
     # is out while a stop text may begin, which suffices.
     assert settled == [*[(1, "a")] * 4, (2, "a👍"), (6, "a👍b"), (7, "a👍b t"), (8, "a👍b the t")]
+
+
+def test_a_stop_of_replacement_characters_waits_until_they_are_real(bytes_bpe: Tokenizer) -> None:
+    ids = bytes_bpe.encode("a👍b\ufffdc")
+    assert run(bytes_bpe, ids, ["\ufffd"])[0].text == "a👍b"
 
 
 def test_finish_finds_a_stop_in_what_was_held(bytes_bpe: Tokenizer) -> None:

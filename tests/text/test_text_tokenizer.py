@@ -81,7 +81,7 @@ def test_a_folder_without_tokenizer_files_is_none(tmp_path: Path) -> None:
     assert Tokenizer.load(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("broken", ["", '{"model": {"type": "BPE"}}', None])
+@pytest.mark.parametrize("broken", ["", "{not json", "{}", '{"model": {"type": "BPE"}}', None])
 def test_a_broken_tokenizer_is_one_clear_sentence(tmp_path: Path, broken: str | None) -> None:
     folder = saved(byte_level(), tmp_path)
     name = "tokenizer.json" if broken is not None else "tokenizer_config.json"
@@ -154,6 +154,9 @@ def test_hub_names_offline(tmp_path: Path) -> None:
 def test_chat(bytes_bpe: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert bytes_bpe.decode(bytes_bpe.chat(messages, template=CHAT)) == "<user>hi:"
+    backend = byte_level()
+    backend.chat_template = CHAT
+    assert bytes_bpe.decode(Tokenizer(backend).chat(messages)) == "<user>hi:"
     with pytest.raises(PromptError, match="no chat template"):
         bytes_bpe.chat(messages)
     with pytest.raises(PromptError, match="roles must alternate"):
@@ -290,3 +293,4 @@ def test_words_are_known_with_and_without_a_space(bytes_bpe: Tokenizer) -> None:
         assert bytes_bpe.decode(ids).strip() == "tea"
     assert bytes_bpe.word_ids(" tea") == bytes_bpe.word_ids("tea")
     assert bytes_bpe.word_ids("\n") == [bytes_bpe.plain_ids("\n")], "white space is a word, too"
+    assert bytes_bpe.decode(bytes_bpe.word_ids("\ntea")[0]) == "\ntea"

@@ -100,8 +100,8 @@ class CertifyOptions:
 def stack(options: CertifyOptions) -> int:
     """Prove on this machine that a drafter and a rule leave the target's answers as they are.
 
-    Exit status 0 if so, 1 if not, 3 if there was not enough time to tell or something broke on the way. A lossy rule is
-    measured instead, which is exit status 0 unless another check fails.
+    Exit status 0 if so, 1 if not, 3 if there was not enough time to decide or something broke on the way. A lossy rule
+    is measured instead, which is exit status 0 unless another check fails.
     """
     began, seconds, terminal = time.monotonic(), options.check.seconds, Terminal()
     with ReportWriter.open("stack", options.report, terminal) as writer:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from truedraft.cli.failures import DONE, FAILED
 from truedraft.cli.painting import writer
@@ -17,9 +17,6 @@ from truedraft.cli.terminal import Terminal, visible
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of
-
-if TYPE_CHECKING:
-    pass
 
 _HELP = """\
 /reset  forget the conversation     /again  answer the last message once more

@@ -30,8 +30,8 @@ class WhatToExamine:
 
     drafter: str | None = option(
         None,
-        "A folder of heads or of a draft model, or a GGUF file; its kind may stand before it, as KIND:DIR. With --url "
-        "its card has the expected acceptance.",
+        "A folder of heads or of a draft model, or a GGUF file; its kind may precede it, as KIND:DIR. With --url, "
+        "its card says which acceptance to expect.",
         "[KIND:]PATH",
     )
     url: str | None = option(

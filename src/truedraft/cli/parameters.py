@@ -163,6 +163,8 @@ def command(run: Command, names: Mapping[str, str] | None = None, with_files: bo
     if hidden:
         signature.append(_help_all(len(hidden)))
     call.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    # Terminals wrap the paragraphs of a help text by themselves.
+    call.__doc__ = "\n\n".join(" ".join(each.split()) for each in (run.__doc__ or "").split("\n\n"))
     call.__annotations__ = {each.name: each.annotation for each in signature}
     return call
 

@@ -184,10 +184,10 @@ def _closed(options: PlanOptions) -> int:
     for line in _closed_lines(record):
         terminal.print(line)
     output = PlanOutput(options.report.out, f"{_FORMULAS}.json", terminal)
+    output.write(record)
     names = zip(list(rows[0])[1:], titles[1:], strict=True)
     lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
     output.draw(_FORMULAS, lines, (f"acceptance rate {alpha:g}, cost {cost:g}", "drafted tokens", ""), even=True)
-    output.write(record)
     if options.report.json:
         terminal.json(record)
     return DONE
@@ -254,8 +254,8 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     if output.record is not None and output.record.resolve() == file.expanduser().resolve():
         raise OptionError("would write over the plan that it reads; name another file", field="out")
     record |= report_load(made, options.load, terminal, output, what_if)
-    draw_batches(made, found, output, _WHAT_IF, what_if)
     output.write(record)
+    draw_batches(made, found, output, _WHAT_IF, what_if)
     if options.report.json:
         terminal.json(record)
     return DONE
@@ -286,8 +286,8 @@ def _plan(options: PlanOptions) -> int:
     for failure in results.failures:
         say(f"error: {failure.describe()}")
     record = plan_record(made, best, checked) | report_load(made, options.load, terminal, output)
-    draw_plan(made, best, output)
     output.write(made.to_dict() | {key: record[key] for key in ("predicted", "check")})
+    draw_plan(made, best, output)
     failed = bool(results.failures) or checked.get("identical") is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     if options.report.json:

@@ -47,7 +47,7 @@ class PlanOutput:
             self.record.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write the record, after the pictures.
+        """Write the record; before the pictures, which may fail.
 
         Raises:
             DataError: it cannot be written.

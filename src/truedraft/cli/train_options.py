@@ -37,7 +37,7 @@ class JobOptions:
     )
     clean: bool = flag("Remove the working files of the training in --out, and do nothing else.")
     ray: bool = flag(
-        "Let machines of a Ray cluster write the text by the target: of RAY_ADDRESS, or this machine alone."
+        "Let machines of a Ray cluster write the text by the target: of RAY_ADDRESS, or only this machine."
     )
 
 

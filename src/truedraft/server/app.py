@@ -34,7 +34,7 @@ _ERRORS = {
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too long.",
-    421: "The server is not asked by this host name.",
+    421: "The server does not accept this host name.",
     429: "Too many requests wait; ask again after `Retry-After` seconds.",
     500: "The model or the server failed.",
     503: "The server is being stopped.",

@@ -258,7 +258,7 @@ class Conversation:
         left = front.service.engine.target.most_tokens(ids) - len(ids)
         if left < 1:
             message = f"the conversation has {len(ids)} tokens, and this model's context is {left + len(ids)}"
-            raise ApiError(400, f"{message}; shorten it", param="messages", code="context_length_exceeded")
+            raise ApiError(400, f"{message}; shorten it", param=self.param, code="context_length_exceeded")
         most = left if self.max_tokens is None else self.max_tokens
 
         def params() -> SamplingParams:

@@ -39,7 +39,7 @@ _SHOWN = 80
 
 
 class ErrorFields(BaseModel):
-    """What is told of an error."""
+    """The description of an error."""
 
     message: str
     type: str
@@ -54,7 +54,7 @@ class ErrorAnswer(BaseModel):
 
 
 class AnthropicErrorFields(BaseModel):
-    """What is told of an error to who speaks Anthropic's protocol."""
+    """The description of an error in Anthropic's protocol."""
 
     type: str
     message: str
@@ -145,11 +145,11 @@ class ApiError(Exception):
 async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     """FastAPI's handler for a body that is not JSON or has an invalid field; reports the first one."""
     assert isinstance(error, RequestValidationError)
-    kind, found = request.headers.get("content-type", ""), unreadable(list(error.errors()), error.body)
+    kind = request.headers.get("content-type", "")
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
         message = f"the header Content-Type is {quoted(kind) if kind else 'missing'}; send JSON as application/json"
-        found = ApiError(400, message, param="Content-Type")
-    return found.response(request.scope["path"])
+        return ApiError(400, message, param="Content-Type").response(request.scope["path"])
+    return unreadable(list(error.errors()), error.body).response(request.scope["path"])
 
 
 def is_json(content_type: str) -> bool:

@@ -77,7 +77,7 @@ class Front:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="truedraft-bodies")
-        self._turns: dict[Client, asyncio.Semaphore] = {}
+        self._slots: dict[Client, asyncio.Semaphore] = {}
 
     @property
     def served(self) -> list[str]:
@@ -235,7 +235,7 @@ class Front:
         """Run work over a request's body; in a thread if it is long, of which each client has at most `_AT_ONCE`."""
         if not self.is_long(http):
             return work(*given)
-        loop, slots = asyncio.get_running_loop(), self._turns.setdefault(http.state.client, asyncio.Semaphore(_AT_ONCE))
+        loop, slots = asyncio.get_running_loop(), self._slots.setdefault(http.state.client, asyncio.Semaphore(_AT_ONCE))
         await slots.acquire()
         doing = self._workers.submit(contextvars.copy_context().run, work, *given)
         doing.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(slots.release))
@@ -257,7 +257,7 @@ class Front:
         speculation, rule = fields.speculation, None
         if speculation is not None and (words := speculation.rule) is not None:
             if words not in self.rules:
-                allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which needs no asking"
+                allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which need not be named"
                 message = f"speculation.rule {quoted(words)} is not allowed here; allowed is {allowed}"
                 raise ApiError(400, message, param="speculation.rule")
             rule = self.rules[words]

@@ -137,7 +137,7 @@ class CustomTool(LenientModel):
 
 
 class Hosted(LenientModel):
-    """A tool that runs at OpenAI, what it was asked or gave, or the choice of it."""
+    """A tool that runs at OpenAI, its input or result, or the choice of it."""
 
     type: str
 

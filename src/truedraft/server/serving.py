@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import logging
 import socket
 import ssl
@@ -183,8 +183,8 @@ def serve(app: FastAPI, service: Service, options: ServerOptions, ready: Callabl
 def warm_up(engine: Engine) -> None:
     """Generate a greedy and a sampled answer, so that no client waits for what is created at first use.
 
-    This is compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of steps. Only
-    the caller may step the engine.
+    That includes compiled kernels, copies of weights, CUDA graphs (`Engine.make_ready`) and the measured costs of
+    steps. Only the caller may step the engine.
 
     Raises:
         TruedraftError: target or drafter failed, so that no request could be answered.
@@ -225,7 +225,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._drain_s = drain_s
         self._ready = ready
-        self._ending: concurrent.futures.Future[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -244,10 +244,12 @@ class _Server(uvicorn.Server):
         if self._loop is None:
             self.should_exit = True
         else:
-            if self._ending is not None:
-                self._ending.cancel()
-            ending = self._end_after(0.0 if again else self._drain_s)
-            self._ending = asyncio.run_coroutine_threadsafe(ending, self._loop)
+            self._loop.call_soon_threadsafe(self._begin_ending, 0.0 if again else self._drain_s)
+
+    def _begin_ending(self, seconds: float) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.ensure_future(self._end_after(seconds))
 
     async def _end_after(self, seconds: float) -> None:
         """Stop once all requests are answered, at the latest after `seconds`; new requests are refused."""
@@ -275,13 +277,19 @@ def most_connections(requested: int | None) -> int:
         limit = 2 * _MOST if limit == resource.RLIM_INFINITY else limit
     except ImportError:  # Windows
         limit = _MOST
-    used = next((len(list(each.iterdir())) for each in _DESCRIPTORS if each.is_dir()), _RESERVED)
-    left = limit - used - _RESERVED
+    left = limit - _used_descriptors() - _RESERVED
     if left < (requested or _LEAST):
         ways = "request fewer" if requested else "raise it"
         message = f"the limit of {limit} open files leaves {max(left, 0)} connections; {ways} (ulimit -n)"
         raise OptionError(message, field="max_connections")
     return min(left, requested or _MOST)
+
+
+def _used_descriptors() -> int:
+    for folder in _DESCRIPTORS:
+        with contextlib.suppress(OSError):  # missing, or not readable
+            return sum(1 for _ in folder.iterdir())
+    return _RESERVED
 
 
 class Connections:

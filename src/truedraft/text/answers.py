@@ -19,7 +19,8 @@ class ChannelReader:
 
     A message to a function is a call, the channels "final" and "commentary" are text, and everything else is reasoning.
     Other output in place of a header is text, and so is a call with arguments that are not a JSON object. If `tools` is
-    empty, or no further call is allowed, a call is reasoning.
+    empty, or no further call is allowed, a call is reasoning. Calls that a grammar has `formed` are streamed as they
+    arrive, truncated ones too; others are returned when complete.
 
     Attributes:
         reasoned: number of characters of the reasoning at the beginning of the answer, marks included.
@@ -118,6 +119,9 @@ class AnswerReader:
         tools: functions that may be called; if empty, no calls are parsed.
         reasoning_open: whether the prompt ends inside reasoning.
         calls_only: whether a form allows no text, so that what looks like text is a truncated call.
+
+    Attributes:
+        calls: those parsed to their end or to the end of the answer.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class AnswerReader:
 
     @property
     def reasoned(self) -> int:
+        """Number of characters of the reasoning at the beginning of the answer, marks included."""
         if self._channels is not None:
             return self._channels.reasoned
         return self._pushed if self._inside else self._reasoned

@@ -549,9 +549,9 @@ def words_of(marks: str) -> list[str]:
 
 
 def match_words(text: str, words: Sequence[str]) -> int | None:
-    """The index after words at the beginning of a text, with any whitespace between them; -1 if it begins otherwise.
+    """The index after words at the beginning of a text, with any whitespace between them.
 
-    None if it is too short to decide.
+    -1 if the text begins otherwise, None if it is too short to decide.
     """
     place = 0
     for word in words:

@@ -41,7 +41,7 @@ class ReasoningMarks:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A JSON object with the name and the arguments, by the key of these."""
+    """A JSON object with the name and the arguments; `arguments` is the key of these."""
 
     arguments: str = "arguments"
 

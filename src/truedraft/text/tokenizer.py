@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> tuple[int, bytes]:
-        """The most bytes of a text that become one token, and the bytes that become none."""
+        """The most bytes of a text that become one token, 0 if unlimited or unknown, and the bytes that become none."""
         from transformers import PreTrainedTokenizerBase
 
         is_usual = type(self.backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
