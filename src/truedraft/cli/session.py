@@ -400,6 +400,8 @@ def waiting(console: Console, message: str) -> Iterator[Callable[[str], None]]:
             opened.callback(lambda: timers[-1].cancel())
 
             def show(message: str) -> None:
+                if timers and list(timers[-1].args) == [message]:  # a stage of the same name
+                    return
                 for each in timers[-1:]:
                     each.cancel()
                 timers.append(threading.Timer(_PATIENCE_S, say, (message,)))

@@ -283,10 +283,10 @@ def test_costs_are_kept_in_the_cache_folder_and_counted(
 ) -> None:
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "own"))
     assert CostStore().folder == tmp_path / "own" / "costs"
-    assert store.describe() == "none kept yet; measured when first asked for"
+    assert store.describe() == "none kept yet; measured at first use"
     cost_of(model(), store)
     cost_of(model(), CostStore(store.folder / "short"))
-    assert store.describe() == f"2 kept in {store.folder}; measured when first asked for"
+    assert store.describe() == f"2 kept in {store.folder}; measured at first use"
 
 
 def test_a_full_disk_is_told_in_one_sentence_whatever_was_measured(

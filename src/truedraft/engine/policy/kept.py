@@ -74,7 +74,7 @@ class CostStore:
         """How many costs are kept, and where, in one line."""
         count = sum(1 for _ in self.folder.rglob("*.json"))  # those of short measurements, in a folder below, too
         kept = f"{count} kept in {self.folder}" if count else "none kept yet"
-        return f"{kept}; measured when first asked for"
+        return f"{kept}; measured at first use"
 
     def path(self, key: CostKey) -> Path:
         return self.folder / key.file_name
