@@ -86,7 +86,8 @@ def test_metrics_of_others() -> None:
     assert value == pytest.approx(1.9) and high - value == value - low == pytest.approx(1.96 * 0.69**0.5 / 10)
     ours = 'truedraft:drafter_draft_tokens_total{drafter="a",model_name="m"} 7\n'
     ours += 'truedraft:drafter_accepted_tokens_total{drafter="a",model_name="m"} 3\n'
-    assert served_acceptance(caller(METRICS.replace("vllm:", "truedraft:") + ours)).by_drafter == {"a": (7.0, 3.0)}
+    twice = served_acceptance(caller(METRICS + METRICS.replace("vllm:", "truedraft:") + ours))
+    assert (twice.by_drafter, twice.drafts, twice.by_position) == ({"a": (7.0, 3.0)}, found.drafts, found.by_position)
     assert served_acceptance(caller("sglang:spec_accept_length 2.5\n")).tokens_per_call == (2.5, 2.5, 2.5)
     with pytest.raises(PeerError, match="count no drafts"):
         served_acceptance(caller("up 1\n"))

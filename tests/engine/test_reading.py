@@ -286,12 +286,57 @@ def test_on_a_cpu_parts_are_fixed() -> None:
     reading = reading_on(torch.device("cpu"), None)
     long = [asked(1000, computed=100), asked(256), asked(30), asked(300), asked(300), asked(20)]
     assert parts(reading, *long) == [156, 256, 30, 256, 256, 20]
-    assert parts(reading, *long, decoding=True) == [156, 0, 30, 0, 0, 20]
-    assert parts(reading, asked(1000), asked(30), decoding=True) == [256, 0]
+    assert parts(reading, *long, decoding=True) == [156, 256, 30, 0, 0, 20], "the first and the shortest, in two parts"
+    assert parts(reading, asked(1000), asked(1000), asked(300), decoding=True) == [256, 0, 256]
     for seconds in (0.0, 9.0):
         reading.observe(one_prompt(256, seconds))
     assert not reading.read_less(1000)
     assert parts(reading, *long) == [156, 256, 30, 256, 256, 20]
+
+
+@pytest.mark.parametrize("others", [1, 6])
+def test_on_a_cpu_a_long_prompt_holds_no_answers_up(others: int) -> None:
+    """While 8,000 tokens are read: 95 % of intervals as usual, and a first token in 1.2 of the time alone."""
+    alone = Device(FixedParts(), linear(1.2e-3, per_row=1e-3))
+    alone.read(asked(8000))
+    device = Device(FixedParts(), linear(1.2e-3, base=3e-3, per_row=1e-3))
+    writers = [asked(20, params=replace(PARAMS, max_tokens=100_000)) for _ in range(others)]
+    device.read(*writers)
+    device.step()
+    usual = -device.now
+    device.step()
+    usual += device.now
+    long, start = asked(8000), device.now
+    device.come(long)
+    intervals, last = [], start
+    while not long.emitted:
+        if writers[0] in device.step():
+            intervals.append(device.now - last)
+            last = device.now
+    assert device.now - start <= 1.2 * alone.now
+    assert sorted(intervals)[int(0.95 * len(intervals))] <= 2 * usual
+    assert max(intervals) <= 1.5, "a second, and what a part takes"
+    short = asked(30, params=replace(PARAMS, max_tokens=1))
+    assert len(device.read(short)) <= 1 + 25, "a short prompt waits for what decoding is owed alone"
+
+
+def test_answers_that_wait_for_a_prompt_go_on_where_it_is_over_or_nobody_decodes() -> None:
+    reading = FixedParts()
+    device = Device(reading, linear(1e-3, per_row=9e-3))
+    writer, first, second = asked(20, params=replace(PARAMS, max_tokens=100_000)), asked(700), asked(700)
+    device.read(writer)
+    device.step()  # 9 milliseconds pay for a prompt read in 20
+    device.come(first)
+    steps = [device.step() for _ in range(3)]
+    assert [fed.get(first) for fed in steps] == [256, 256, 188]
+    assert [writer in fed for fed in steps] == [False, False, True], "the last part is no reason to wait"
+    device.come(second)
+    steps = [device.step() for _ in range(3)]
+    assert [fed.get(second) for fed in steps] == [256, 256, None], "after a second of reading decoding has to catch up"
+    assert steps[-1] == {writer: 0, first: 0}
+    assert parts(reading, asked(1000), decoding=True) == [0]
+    assert parts(reading, asked(1000)) == [256], "unless there is nothing to decode"
+    assert parts(reading, asked(1000), decoding=True) == [256]
 
 
 def test_on_a_device_parts_are_timed() -> None:

@@ -51,19 +51,35 @@ def test_a_completion(running: Running, client: Any) -> None:
     assert speculation["drafted_calls"] > 0 and speculation["undrafted"] is None
 
 
-def test_what_readers_of_vllms_answers_find(running: Running, client: Any) -> None:
-    """The counts of one sample, in the answer or the chunk of its usage; nothing of several."""
+def test_what_readers_of_vllms_and_llamacpps_answers_find(running: Running, client: Any) -> None:
+    """The counts of one sample, in the answer or the chunk of its usage; nothing of several.
+
+    AIPerf ignores counts whose histogram has another length, or whose sums differ.
+    """
     ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     whole = client.completions.create(**ask)
-    told = whole.metrics["speculative_decoding"]
+    told, speculation = whole.metrics["speculative_decoding"], whole.speculation
     steps = told["acceptance_histogram"]
-    assert sum(steps) == told["num_spec_steps"] > 0 and told["num_spec_tokens"] >= len(steps) - 1
+    assert len(steps) == told["num_spec_tokens"] + 1 > len(speculation["acceptance_histogram"])
+    assert sum(steps) == told["num_spec_steps"] == speculation["num_drafts"] > 0
     assert sum(j * times for j, times in enumerate(steps)) == told["num_accepted_draft_tokens"]
-    assert told["num_draft_tokens"] == whole.speculation["num_draft_tokens"] > 0
-    assert told["mean_acceptance_length"] == whole.speculation["mean_acceptance_length"]
+    assert told["num_draft_tokens"] == speculation["num_draft_tokens"] > 0
+    assert told["draft_acceptance_rate"] == speculation["draft_acceptance_rate"]
+    mean = 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
+    assert told["mean_acceptance_length"] == pytest.approx(mean)
+    timings, usage = whole.timings, whole.usage
+    assert timings["cache_n"] + timings["prompt_n"] == usage.prompt_tokens
+    assert timings["predicted_n"] == usage.completion_tokens - 1
+    assert timings["draft_n"] == told["num_draft_tokens"]
+    assert timings["draft_n_accepted"] == told["num_accepted_draft_tokens"]
+    for part in ("prompt", "predicted"):
+        seconds = timings[f"{part}_ms"] / 1e3
+        assert timings[f"{part}_per_second"] == pytest.approx(timings[f"{part}_n"] / seconds)
+        assert timings[f"{part}_per_token_ms"] == pytest.approx(1e3 * seconds / max(timings[f"{part}_n"], 1))
     *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.metrics["speculative_decoding"]["num_spec_steps"] > 0
-    assert not hasattr(client.completions.create(**ask | {"temperature": 1}, n=2), "metrics")
+    several = client.completions.create(**ask | {"temperature": 1}, n=2)
+    assert not hasattr(several, "metrics") and not hasattr(several, "timings")
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
     chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
     told = client.chat.completions.create(**chat).metrics["speculative_decoding"]

@@ -29,7 +29,6 @@ _Value = TypeVar("_Value")
 _LONG = 256  # tokens; formatting longer answers would delay other clients
 _FORCED = "forced"
 """Name of the drafter of tokens that a grammar forces."""
-_SHARED_NAMES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_tokens")
 
 
 class View:
@@ -168,14 +167,45 @@ class View:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The same for one sample, as vLLM's `--per-request-spec-decode-metrics summary`, for AIPerf and llama-swap."""
-        depth = self.front.service.engine.drafter.limits.depth
-        if len(self.streams) != 1 or not depth:
+        """Counts of an answer with one sample in the forms of vLLM and of llama.cpp, which other programs read.
+
+        `metrics` is vLLM's `--per-request-spec-decode-metrics summary`: steps are those with a draft, and the histogram
+        has an entry for each number of tokens up to the most that can be drafted. `timings` is llama-server's; its
+        prompt takes until the first token.
+        """
+        if len(self.streams) != 1 or (answer := self.streams[0].answer) is None:
             return {}
-        found = self.speculation()
-        summary = {name: found[name] for name in _SHARED_NAMES}
-        summary |= {"num_spec_steps": found["num_drafts"], "num_accepted_draft_tokens": found["num_accepted_tokens"]}
-        return {"metrics": {"speculative_decoding": summary | {"num_spec_tokens": depth}}}
+        stats, timing = answer.stats, answer.timing
+        cached, spent = self.streams[0].request.copied_tokens, timing.total_s - timing.decode_s
+        found: dict[str, Any] = {"cache_n": cached}
+        rest = max(len(answer.token_ids) - 1, 0)  # tokens after the first
+        for name, count, seconds in (
+            ("prompt", answer.prompt_tokens - cached, spent),
+            ("predicted", rest, timing.decode_s),
+        ):
+            found |= {
+                f"{name}_n": count,
+                f"{name}_ms": 1e3 * seconds,
+                f"{name}_per_token_ms": 1e3 * seconds / max(count, 1),
+            }
+            found |= {f"{name}_per_second": count / seconds if seconds > 0.0 else 0.0}
+        depth = self.front.service.engine.drafter.limits.depth
+        if not depth:
+            return {"timings": found}
+        if stats.draft_tokens:
+            found |= {"draft_n": stats.draft_tokens, "draft_n_accepted": stats.accepted_tokens}
+        accepted = self.streams[0].accepted
+        steps = sum(accepted)
+        summary = {
+            "mean_acceptance_length": 1.0 + stats.accepted_tokens / steps if steps else 0.0,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_histogram": [*accepted, *[0] * (depth + 1 - len(accepted))],
+            "num_spec_steps": steps,
+            "num_draft_tokens": stats.draft_tokens,
+            "num_accepted_draft_tokens": stats.accepted_tokens,
+            "num_spec_tokens": max(depth, len(accepted) - 1),
+        }
+        return {"metrics": {"speculative_decoding": summary}, "timings": found}
 
 
 @dataclass(eq=False, slots=True)

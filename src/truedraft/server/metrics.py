@@ -1,11 +1,12 @@
 """What operators see: `/metrics` for Prometheus, and spans for OpenTelemetry (`pip install 'truedraft[otel]'`).
 
-Metrics that vLLM has keep its names after the prefix `truedraft:`. Those of the model server protocol (proposal 003 of
-the Gateway API inference extension) also have the prefix `vllm:`.
+Metrics that vLLM has keep its names, after the prefix `truedraft:` and also after `vllm:`, for routers (proposal 003 of
+the Gateway API inference extension), dashboards and benchmark clients that read those.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,13 @@ from truedraft.models.cache import BLOCK
 from truedraft.server.service import Service, Stream
 
 _PREFIX = "truedraft:"
-_FLEET = "vllm:"  # the prefix that routers of several servers read
+_VLLM = "vllm:"
+_OF_VLLM = {
+    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos", "prompt_tokens", "generation_tokens", "prefix_cache_queries",
+    "prefix_cache_hits", "request_success", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+}  # fmt: skip
 _RECENT_STEPS = 512
 _RECENT_S = 60.0
 _FRESH_S = 5.0
@@ -52,6 +59,7 @@ class Metrics(Collector):
         self._recent: deque[tuple[float, StepRecord]] = deque(maxlen=_RECENT_STEPS)
         self._speedup: Speedup | None = None
         self._estimated = 0.0  # time of the estimate
+        self._histograms: list[Histogram] = []
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", _FIRST)
@@ -61,7 +69,8 @@ class Metrics(Collector):
         service.listeners.append(self._note_end)
 
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
-        whole = Histogram(_PREFIX + name, meaning, ("model_name",), buckets=buckets, registry=self.registry)
+        whole = Histogram(_PREFIX + name, meaning, ("model_name",), buckets=buckets, registry=None)
+        self._histograms.append(whole)
         return whole.labels(self._model)
 
     def _note(self, record: StepRecord) -> None:
@@ -101,7 +110,15 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics without the histograms; called by the registry."""
+        """The metrics, those of vLLM under both prefixes; called by the registry."""
+        for metric in itertools.chain(self._counted(), self._now(), *(each.collect() for each in self._histograms)):
+            yield metric
+            if metric.name.removeprefix(_PREFIX) in _OF_VLLM:
+                again = Metric(metric.name.replace(_PREFIX, _VLLM), metric.documentation, metric.type)
+                again.samples = [each._replace(name=each.name.replace(_PREFIX, _VLLM)) for each in metric.samples]
+                yield again
+
+    def _counted(self) -> Iterator[Metric]:
         steps = self._steps
         yield self._counter("spec_decode_num_drafts", "Times that something was drafted.", self._drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", steps.draft_tokens)
@@ -125,7 +142,6 @@ class Metrics(Collector):
         budgets = {str(nodes): count for nodes, count in sorted(self._budgets.copy().items())}
         yield self._labelled("budget_tokens", "Steps of a request by the tokens drafted.", "tokens", budgets)
         yield from self._learned()
-        yield from self._now()
 
     def _now(self) -> Iterator[Metric]:
         service, engine = self._service, self._service.engine
@@ -136,11 +152,10 @@ class Metrics(Collector):
             ("kv_cache_usage_perc", "Share of the room for tokens that running requests take.", engine.cache_usage),
         ):
             yield self._gauge(name, meaning, value)
-            yield self._gauge(name, meaning, value, _FLEET)
         # For routers that hash prompts by block; prefixes are cached by block.
         blocks = {"block_size": str(BLOCK), "num_gpu_blocks": str(engine.cache_tokens // BLOCK)}
         meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
-        yield self._gauge("cache_config_info", meaning, 1.0, _FLEET, blocks)
+        yield self._gauge("cache_config_info", meaning, 1.0, _VLLM, blocks)
         yield self._gauge("kv_cache_bytes", "Bytes of keys and values, of target and drafters.", engine.cache_bytes)
         speedup = self._speedup_now()
         if speedup is not None:

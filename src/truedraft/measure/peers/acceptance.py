@@ -51,8 +51,12 @@ def served_acceptance(caller: Caller) -> ServedAcceptance:
     """
     sums, positions = defaultdict[str, float](float), defaultdict[int, float](float)
     drafters: dict[str, list[float]] = {}
-    for name, labels, value in _samples(caller.text("/metrics")):
-        kind = name.partition(":")[2].removesuffix("_total")
+    text = caller.text("/metrics")
+    twice = "truedraft:spec_decode" in text  # whose counters also have vLLM's prefix
+    for name, labels, value in _samples(text):
+        prefix, _, kind = name.removesuffix("_total").partition(":")
+        if twice and prefix == "vllm":
+            continue
         if kind == "spec_decode_num_accepted_tokens_per_pos" and labels.get("position", "").isdecimal():
             positions[int(labels["position"])] += value
         elif kind in ("drafter_draft_tokens", "drafter_accepted_tokens"):
