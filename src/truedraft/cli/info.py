@@ -168,8 +168,8 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
         if speed
         else "",
-        f"a chat of {model['context_length']:,} tokens takes {model['cache_bytes'] / 1e6:,.1f} MB of keys and values, a "
-        "shorter one as much less",
+        f"a chat of {model['context_length']:,} tokens takes {model['cache_bytes'] / 1e6:,.1f} MB of keys and values, "
+        "a shorter one as much less",
         f"greedy answers are {model['equality']} the same with a drafter",
         f"chats: {model['chat']}",
         model["quantised"],
