@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,3 +115,42 @@ def test_sums_and_least_entries(vocab: int) -> None:
     torch.testing.assert_close(sums, rows.double().sum(-1).float(), rtol=1e-4, atol=1e-4, equal_nan=True)
     others = [0, 2, 3, 4, 5]
     assert torch.equal(least[others], rows.amin(-1)[others])
+
+
+_PROGRAM = """#include "fused.c"
+#include <stdio.h>
+int main(void) {
+    static float logits[3 * 515], probs[3 * 515], left[515], sums[2];
+    const float temperature[3] = {0.7f, 1.0f, 1.9f};
+    const double uniform[3] = {0.1, 0.5, 0.99};
+    int64_t tokens[3];
+    for (int i = 0; i < 3 * 515; i++) logits[i] = (float)(i * 7919 % 1009) / 100.0f - 5.0f;
+    truedraft_softmax(logits, 3, 515, temperature, probs);
+    truedraft_draw(probs, 3, 515, uniform, tokens);
+    truedraft_residual(probs, 1, 515, probs + 515, left);
+    truedraft_sums(probs, 1, 515, 0, sums);
+    for (int i = 0; i < 3 * 515; i++) printf("%.9g ", probs[i]);
+    for (int i = 0; i < 515; i++) printf("%.9g ", left[i]);
+    printf("%.9g %.9g %d %d %d", sums[0], sums[1], (int)tokens[0], (int)tokens[1], (int)tokens[2]);
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "compiler", [("gcc", "-march=native", "-mno-avx"), ("aarch64-linux-gnu-gcc", "-static")], ids=["sse", "aarch64"]
+)
+def test_other_processors_give_the_same_up_to_the_order_of_sums(compiler: tuple[str, ...], tmp_path: Path) -> None:
+    runner = ["qemu-aarch64"] if compiler[0].startswith("aarch64") else []
+    if any(shutil.which(name) is None for name in (compiler[0], *runner)):
+        pytest.skip(f"needs {' and '.join((compiler[0], *runner))}")
+    (tmp_path / "program.c").write_text(_PROGRAM)
+    found = []
+    for command in (("gcc", "-march=native"), compiler):
+        program = [str(tmp_path / "program.c"), f"-I{Path(fused.__file__).parent}", "-lm", "-o", str(tmp_path / "made")]
+        subprocess.run([*command, "-O3", "-std=gnu11", *program], check=True, timeout=100)
+        made = [*(runner if command is compiler else ()), str(tmp_path / "made")]
+        printed = subprocess.run(made, check=True, timeout=100, capture_output=True, text=True).stdout
+        found.append(np.array(printed.split(), np.float64))
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-9)  # differences of nearly equal numbers
+    assert len(found[0]) == 4 * 515 + 5 and np.array_equal(found[0][-3:], found[1][-3:])
