@@ -1,0 +1,48 @@
+"""DFlash 2 as drafter: the LM head reads a block once, and each node draws among the candidates of its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from truedraft.core.top_k import TopK
+from truedraft.kinds.block.drafter import BlockDrafter, BlockRunner
+from truedraft.kinds.block.module import Attend
+from truedraft.kinds.dflash2.module import DFlash2Head
+from truedraft.models.backends.graphs.replay import Outputs
+
+
+class DFlash2Runner(BlockRunner):
+    """A slot is what the selector reads of it: its entries, and ids and log probabilities of its candidates."""
+
+    head: DFlash2Head
+
+    def slots(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Outputs:
+        (x,) = super().slots(anchors, positions, attend)
+        top = self._likeliest(x.flatten(0, 1)).view(*x.shape[:2])
+        return self.head.candidate_selector.hidden_projection(x), top.ids, top.log_probs
+
+    def _likeliest(self, x: Tensor) -> TopK:
+        vocab, own = self._target.vocab_size, self.head.lm_head
+        if own is None:
+            return self._target.likeliest(x, min(self.head.config.candidates, vocab))
+        return self.head.candidates(own(x)[:, :vocab])
+
+    @torch.inference_mode()
+    def guess(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        projected, ids, log_probs = slot
+        entries = self.head.candidate_selector.predecessor_codebook[tokens] * projected
+        return self.head.selected(entries, TopK(ids, log_probs), self._target.vocab_size), projected[:, :0]
+
+
+class DFlash2(BlockDrafter[DFlash2Head]):
+    """Drafts with a DFlash 2 head; arguments: `LevelDrafter`.
+
+    A token is drawn among its slot's candidates, from their distribution after the token drawn before it.
+    """
+
+    name: ClassVar[str] = "dflash2"
+    runs: ClassVar[type[BlockRunner]] = DFlash2Runner
