@@ -52,14 +52,19 @@ class DFlash2Reference(BlockReference):
         return found
 
     def draft_logits(self, text: Sequence[int], path: Sequence[int]) -> tuple[Tensor, Tensor]:
-        config, place = self.made.config, len(path)
-        x, before = self.block(text)[place], [text[-1], *path][place]
-        head = self.weights["lm_head.weight"] if config.own_output else self.model.get_output_embeddings().weight
-        scores = head.detach() @ x
+        x, before = self.block(text)[len(path)], [text[-1], *path][-1]
+        scores = self.scores(x)
         found = torch.full_like(scores, -torch.inf)
+        for candidate in scores.topk(self.made.config.candidates).indices.tolist():
+            found[candidate] = scores[candidate] + self.edge(x, before, candidate)
+        return found, torch.zeros(())
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Of the LM head."""
+        own = self.weights.get("lm_head.weight", self.model.get_output_embeddings().weight)
+        return own.detach() @ x
+
+    def edge(self, x: Tensor, before: int, candidate: int) -> Tensor:
         read = self.product("candidate_selector.hidden_projection", x)
         read = read * self.weights["candidate_selector.predecessor_codebook"][before]
-        for candidate in scores.topk(config.candidates).indices.tolist():
-            own = self.weights["candidate_selector.successor_codebook"][candidate]
-            found[candidate] = scores[candidate] + (read * own).sum()
-        return found, torch.zeros(())
+        return (read * self.weights["candidate_selector.successor_codebook"][candidate]).sum()

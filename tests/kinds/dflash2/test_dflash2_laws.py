@@ -1,4 +1,4 @@
-"""Chains and trees of DFlash 2: with every tree that can be drawn, what is emitted has exactly the target's distribution.
+"""Chains and trees of DFlash 2: over all that can be drawn, what is emitted has exactly the target's distribution.
 
 All trees are enumerated with the probability of their tokens, on four ids with three candidates for each place, and the
 rule judges each against the target. Distributions of drafts are float32, so the sums are exact to its rounding.

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from truedraft.core.top_k import TopK
 from truedraft.kinds.block.drafter import BlockDrafter, BlockRunner
 from truedraft.kinds.block.module import Attend
 from truedraft.kinds.dflash2.module import DFlash2Head
@@ -16,26 +15,27 @@ from truedraft.models.backends.graphs.replay import Outputs
 
 
 class DFlash2Runner(BlockRunner):
-    """A slot is what the selector reads of it: its entries, and ids and log probabilities of its candidates."""
+    """A slot is what the selector reads of it: its entries, and its candidates' ids and logits, up to a constant."""
 
     head: DFlash2Head
 
     def slots(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Outputs:
         (x,) = super().slots(anchors, positions, attend)
-        top = self._likeliest(x.flatten(0, 1)).view(*x.shape[:2])
-        return self.head.candidate_selector.hidden_projection(x), top.ids, top.log_probs
+        candidates = (each.unflatten(0, x.shape[:2]) for each in self._candidates(x.flatten(0, 1)))
+        return self.head.candidate_selector.hidden_projection(x), *candidates
 
-    def _likeliest(self, x: Tensor) -> TopK:
+    def _candidates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         vocab, own = self._target.vocab_size, self.head.lm_head
-        if own is None:
-            return self._target.likeliest(x, min(self.head.config.candidates, vocab))
-        return self.head.candidates(own(x)[:, :vocab])
+        if own is not None:
+            return self.head.candidates(own(x)[:, :vocab])
+        top = self._target.likeliest(x, min(self.head.config.candidates, vocab))
+        return top.ids, top.log_probs
 
     @torch.inference_mode()
     def guess(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        projected, ids, log_probs = slot
+        projected, ids, logits = slot
         entries = self.head.candidate_selector.predecessor_codebook[tokens] * projected
-        return self.head.selected(entries, TopK(ids, log_probs), self._target.vocab_size), projected[:, :0]
+        return self.head.selected(entries, ids, logits, self._target.vocab_size), projected[:, :0]
 
 
 class DFlash2(BlockDrafter[DFlash2Head]):

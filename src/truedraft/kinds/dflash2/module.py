@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from truedraft.core.top_k import TopK
+from truedraft.core.top_k import stable_topk
 from truedraft.drafters.heads.head import Unembed
 from truedraft.drafters.heads.layers import Attend, DecoderLayer, LayerConfig
 from truedraft.errors import OptionError
@@ -119,15 +119,14 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
         self.hidden_projection = nn.Linear(config.width, config.rank, bias=False)
 
-    def edges(self, entries: Tensor, candidates: TopK) -> Tensor:
-        """Logits of candidates, float32 `[rows, candidates]`.
+    def edges(self, entries: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+        """Logits of candidates after the token before, float32 `[rows, candidates]`.
 
         Args:
             entries: `[rows, rank]`: of the token before, times those of the slot.
-            candidates: of the slot, with logits up to a constant in a row.
+            ids: `[rows, candidates]`, with the LM head's `logits`, float32.
         """
-        successors = self.successor_codebook[candidates.ids]
-        return candidates.log_probs + torch.einsum("ir,icr->ic", entries, successors).float()
+        return logits + torch.einsum("ir,icr->ic", entries, self.successor_codebook[ids]).float()
 
 
 class DFlash2Head(BlockHead):
@@ -164,12 +163,15 @@ class DFlash2Head(BlockHead):
     def logits(self, leaving: Leaving, output: Unembed) -> Tensor:
         """Of the likeliest ids after the token before, float32 `[rows, ids]`; -inf elsewhere."""
         logits = super().logits(leaving, output)
-        return self.selected(leaving.added, self.candidates(logits), logits.shape[1])
+        return self.selected(leaving.added, *self.candidates(logits), logits.shape[1])
 
-    def candidates(self, logits: Tensor) -> TopK:
-        return TopK.of(logits, min(self.config.candidates, logits.shape[1]))
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest ids, the likeliest first, and their logits in float32: `[rows, candidates]` each."""
+        logits = logits.float()
+        ids = stable_topk(logits, min(self.config.candidates, logits.shape[1]))
+        return ids, logits.gather(1, ids)
 
-    def selected(self, entries: Tensor, candidates: TopK, ids: int) -> Tensor:
-        """`CandidateSelector.edges` over `ids` ids, -inf elsewhere."""
-        edges = self.candidate_selector.edges(entries, candidates)
-        return edges.new_full((len(edges), ids), -torch.inf).scatter(1, candidates.ids, edges)
+    def selected(self, entries: Tensor, ids: Tensor, logits: Tensor, vocab: int) -> Tensor:
+        """`CandidateSelector.edges` as logits `[rows, vocab]`, -inf elsewhere."""
+        edges = self.candidate_selector.edges(entries, ids, logits)
+        return edges.new_full((len(edges), vocab), -torch.inf).scatter(1, ids, edges)

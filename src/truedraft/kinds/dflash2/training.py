@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockHead, Leaving
@@ -92,12 +91,12 @@ class Selections(Blocks):
         leaving = self._parts(vectors)
         logits = BlockHead.logits(self.head, leaving, self.lm_head)  # as of DFlash
         served = self.head.candidates(logits.detach())
-        ids, places = with_tokens(served.ids, step.tokens)
+        ids, places = with_tokens(served[0], step.tokens)
         scores = (logits if self._teaches else logits.detach()).float().gather(1, ids)
-        edges = self.head.candidate_selector.edges(leaving.added, TopK(ids, scores))
+        edges = self.head.candidate_selector.edges(leaving.added, ids, scores)
         selecting = functional.cross_entropy(edges, places, reduction="none")
         losses = distill(logits, step.target, step.tokens, loss) + self._weight * selecting
-        return losses, self.head.selected(leaving.added.detach(), served, logits.shape[1])
+        return losses, self.head.selected(leaving.added.detach(), *served, logits.shape[1])
 
     def _parts(self, together: Tensor) -> Leaving:
         x, added = together.split([self.head.config.width, self.head.config.rank], -1)
