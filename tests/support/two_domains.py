@@ -84,7 +84,13 @@ _SIZES: dict[type[Head], dict[str, Any]] = {
     PEagleHead: {**_LAYERS, "reach": REACH, "mask_token": VOCAB - 1},
     DFlashHead: {**_LAYERS, "block": REACH + 1, "mask_id": VOCAB - 1, "depth": 1},
     DFlash2Head: {
-        **_LAYERS, "block": REACH + 1, "mask_id": VOCAB - 1, "depth": 1, "group": 4, "rank": 8, "candidates": 4,
+        **_LAYERS,
+        "block": REACH + 1,
+        "mask_id": VOCAB - 1,
+        "depth": 1,
+        "group": 4,
+        "rank": 8,
+        "candidates": 4,
     },
     DSparkHead: {**_LAYERS, "block": REACH, "mask_id": VOCAB - 1, "depth": 1, "from_anchor": True, "markov": 16},
 }
