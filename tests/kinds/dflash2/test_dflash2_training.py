@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +12,21 @@ from torch import Tensor
 
 from support.layer_heads import as_transformers_runs_it, random_head, target
 from training.test_chain_training import ANSWERS, FLASH2, Page, text
+from truedraft import Engine, SamplingParams, load_model
+from truedraft.engine.prompts import encode_prompt
 from truedraft.errors import OptionError
+from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.kinds.dflash2.training import DFlash2TrainingConfig, Selections, with_tokens
 from truedraft.models.lm_head import LmHead
+from truedraft.training import chains
 from truedraft.training.chains import ChainObjective
+from truedraft.training.heads import lm_head_of
 from truedraft.training.losses import ForwardKL
+from truedraft.training.texts.self_distillation import WrittenAnswer
 
 WEIGHT = 0.6
+STEPS = 40
 
 
 def selecting(page: Any, whole: list[int], pair: int, step: int, teaches: bool) -> tuple[Tensor, Tensor, bool]:
@@ -82,3 +91,32 @@ def test_a_true_token_that_is_no_candidate_takes_the_place_of_the_last() -> None
 def test_senseless_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         DFlash2TrainingConfig(**options)
+
+
+def test_a_short_training_on_the_embedded_target_brings_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a few answers, which it then drafts; without training next to nothing is accepted."""
+    model = load_model("embedded:target", dtype="float32")
+    monkeypatch.setattr(chains, "load_model", lambda *_, **__: model)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    asked = [list(encode_prompt(model, text)) for text in ("import os\n", "def main(", "class Stack:\n")]
+    answers = [list(each.token_ids) for each in Engine(model).generate(asked, params)]
+    records = [WrittenAnswer(*each, 0.0, False) for each in zip(asked, answers, strict=True)]
+    config = DFlash2TrainingConfig(
+        layers=(2, 5), length=3, depth=1, inner=128, rank=16, anchors=24, positions_per_step=72, steps=STEPS,
+        learning_rate=5e-3,
+    )  # fmt: skip
+    lm_head, words = lm_head_of("embedded:target", "cpu"), text(*records)
+    loop = config.loop(config.new_head(lm_head), lm_head, "", (words, words), "print", tmp_path, lambda *_: None)
+
+    def accepted() -> int:
+        drafts = DFlash2(copy.deepcopy(loop.model).eval().requires_grad_(False))  # type: ignore[arg-type]
+        given = Engine(model, drafts, controller="fixed").generate(asked, params)
+        assert [list(each.token_ids) for each in given] == answers
+        return sum(each.stats.accepted_tokens for each in given)
+
+    before, losses = accepted(), list[float]()
+    loop.run(on_step=lambda record: losses.append(record.values["loss"]))
+    assert losses[-1] < losses[0] / 5
+    assert accepted() > before + 20
