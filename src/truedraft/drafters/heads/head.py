@@ -230,7 +230,7 @@ class Head(nn.Module, ABC):
         kind, version = about.get("kind"), about.get("version")
         if kind != cls.kind:
             found = kind_in(path)
-            if found in KINDS and (head := KINDS[found].head):
+            if found is not None and found in KINDS and (head := KINDS[found].head):
                 raise ModelError(f"{str(path)!r} holds {dotted(head).noun}, not {cls.noun}; use {found}:{path}")
             raise ModelError(
                 f"{str(path / _CONFIG)!r} is not of {cls.noun} (its kind is {kind!r}); name a folder with {cls.noun}"
