@@ -14,15 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kinds.test_layer_folders import DFLASH, SIZES, change, dflash, put, record_in, without
-from support.layer_heads import random_head
+from support.layer_heads import random_head, target
 from truedraft.drafters.heads.head import HeadRecord
 from truedraft.drafters.kinds import kind_in
-from truedraft.errors import ModelError, OptionError
+from truedraft.errors import CompositionError, ModelError, OptionError
 from truedraft.kinds.block.folders import write_dflash_folder
 from truedraft.kinds.block.module import DFlashHead
+from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.folders import write_dflash2_folder, write_speculators
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Head
+from truedraft.models.lm_head import LogitFinish
 
 CONFIG = DFlash2Config(48, 97, (0, 2, 5), block=4, mask_id=96, depth=2, **SIZES, taps=3, group=8, rank=6, candidates=5)
 SELECTING = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
@@ -53,12 +55,13 @@ def head(**changes: Any) -> Any:
     return random_head(DFlash2Head, replace(CONFIG, **changes))
 
 
+@pytest.mark.parametrize("changes", [{}, {"embedding_scale": 2.5, "factor": 0.5, "cap": 30.0}], ids=["", "factors"])
 @pytest.mark.parametrize("name", WRITE)
-def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
-    made, folder = head(), tmp_path / "once"
+def test_a_round_trip_is_bit_for_bit(name: str, changes: Any, tmp_path: Path) -> None:
+    made, folder = head(**changes), tmp_path / "once"
     WRITE[name](made, folder)
     kept = DFlash2Head.load(folder)
-    assert kept.config == CONFIG and kept.state_dict().keys() == made.state_dict().keys() == TENSORS
+    assert kept.config == made.config and kept.state_dict().keys() == made.state_dict().keys() == TENSORS
     assert all(each.equal(kept.state_dict()[key]) for key, each in made.state_dict().items())
     WRITE[name](kept, tmp_path / "again")
     for file in ("config.json", "model.safetensors"):
@@ -97,8 +100,8 @@ REFUSED: list[tuple[dict[str, Any], Callable[[dict[str, Tensor]], object], str]]
         ({"dflash_config": {**SELECTING, "block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2, 5], **own}},
          lambda _: None, said)
         for own, said in (
-            ({"output_multiplier": 2.0}, "output_multiplier is 2.0"),
-            ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+            ({"output_multiplier": "x"}, "factor of a DFlash 2 head must be a number above 0, got 'x'"),
+            ({"final_logit_softcapping": -30.0}, "cap of a DFlash 2 head must be a number above 0, got -30.0"),
             ({"selector_top_k": 98}, "there are 97 ids, and 98 candidates"),
             ({"selector_top_k": 0}, "candidates of a DFlash 2 head must be 1 or more, got 0"),
             ({"conv_kernel_size": 5}, "at most the block's 4 rows, got groups of 8 and 5 taps"),
@@ -156,6 +159,18 @@ def test_formats_without_a_place_for_something_refuse_it(name: str, changes: Any
 def test_parts_of_other_heads_are_refused(changes: Any) -> None:
     with pytest.raises(OptionError, match="guesses among all ids, without a Markov head"):
         replace(CONFIG, **changes)
+
+
+def test_factors_are_those_of_the_target_or_refused() -> None:
+    """Embeddings of the block are scaled; the target's own factors on logits are already in its logits."""
+    made = random_head(DFlash2Head, replace(CONFIG, layers=(0, 1), embedding_scale=2.5, factor=0.5, cap=30.0))
+    table = torch.randn(97, 48, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(made.inputs(torch.tensor([5]), lambda ids: table[ids])[0, :2], 2.5 * table[[5, 96]])
+    model = target()
+    with pytest.raises(CompositionError, match=r"for logits times 0\.5 with the cap 30\.0, and tiny has others"):
+        DFlash2(made).check(model)
+    model._finish = LogitFinish(0.5, 30.0)
+    DFlash2(made).check(model)
 
 
 @torch.no_grad()

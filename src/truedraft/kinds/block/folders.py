@@ -38,9 +38,12 @@ _QWEN3 = {  # defaults that transformers omits from a configuration
 _ONLY = {
     "is_causal": False, "causal": False, "use_swa": False, "is_neox_style": True, "rope_is_neox_style": True,
     "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "use_aux_hidden_state": True,
-    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None,
 }  # fmt: skip
 """Further options in such folders, with the only supported value."""
+_OF_DFLASH2 = {
+    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
+    "selector_rank": None,
+}  # fmt: skip
 _Block = TypeVar("_Block", bound=BlockHead)
 
 
@@ -54,7 +57,7 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
     """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
-        dspark, named = kind is DSparkHead, named_in(record, {"conv_kernel_size": None, "selector_rank": None})
+        dspark, named = kind is DSparkHead, named_in(record, _OF_DFLASH2)
         confidence = dspark and bool(named.get("enable_confidence_head", True))
         return BlockConfig(
             **block_sizes(record, named, weights, from_anchor=dspark),

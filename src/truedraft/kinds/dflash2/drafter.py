@@ -8,10 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from truedraft.errors import CompositionError
 from truedraft.kinds.block.drafter import BlockDrafter, BlockRunner
 from truedraft.kinds.block.module import Attend
 from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.models.backends.graphs.replay import Outputs
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LogitFinish
 
 
 class DFlash2Runner(BlockRunner):
@@ -46,3 +49,14 @@ class DFlash2(BlockDrafter[DFlash2Head]):
 
     name: ClassVar[str] = "dflash2"
     runs: ClassVar[type[BlockRunner]] = DFlash2Runner
+
+    def _runner_for(self, target: LanguageModel) -> BlockRunner:
+        config, logits = self.head.config, torch.linspace(-64.0, 64.0, 9)
+        own = LogitFinish(config.factor, config.cap)
+        same = not config.own_output and torch.allclose(own(logits), target.finish_logits(logits))
+        if own != LogitFinish() and not same:
+            raise CompositionError(
+                f"this head is for logits times {own.factor:g} with the cap {own.cap}, and {target.name} has others; "
+                "take a head that was trained for it"
+            )
+        return super()._runner_for(target)

@@ -25,6 +25,11 @@ _NAMES = {
     "selector_rank": "rank",
     "selector_top_k": "candidates",
 }
+_FACTORS = {
+    "input_embedding_scale": ("embedding_scale", 1.0),
+    "output_multiplier": ("factor", 1.0),
+    "final_logit_softcapping": ("cap", None),
+}
 _DFlash2 = TypeVar("_DFlash2", bound=DFlash2Head)
 
 
@@ -40,6 +45,7 @@ def load_dflash2_folder(path: Path, kind: type[_DFlash2]) -> _DFlash2 | None:
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DFlash2Config:
         named = named_in(record, {})
         own = {ours: named[theirs] for theirs, ours in _NAMES.items()}
+        own |= {ours: named.get(theirs) or usual for theirs, (ours, usual) in _FACTORS.items()}
         return DFlash2Config(**block_sizes(record, named, weights), **own)
 
     return load_layer_folder(path, kind, _HEADS, sizes)
@@ -71,7 +77,8 @@ def _usual(head: DFlash2Head) -> DFlash2Config:
 
 
 def _record(config: DFlash2Config) -> dict[str, Any]:
-    return {theirs: getattr(config, ours) for theirs, ours in _NAMES.items()}
+    given = {theirs: ours for theirs, (ours, usual) in _FACTORS.items() if getattr(config, ours) != usual}
+    return {theirs: getattr(config, ours) for theirs, ours in {**_NAMES, **given}.items()}
 
 
 def _flat(head: Any, folder: Path, target: ExportTarget) -> None:

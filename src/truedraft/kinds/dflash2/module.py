@@ -10,6 +10,8 @@ No paper describes it; this follows the published checkpoints (August 2026). Two
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -35,6 +37,8 @@ class DFlash2Config(BlockConfig):
         group: neighbouring entries that share a convolution's corrections.
         rank: entries of the selector's embeddings of an id.
         candidates: ids of a slot among which it selects.
+        embedding_scale: of the block's embeddings.
+        factor, cap: how the target's logits are finished (`LogitFinish`), if the head names it.
     """
 
     noun = "a DFlash 2 head"
@@ -44,9 +48,15 @@ class DFlash2Config(BlockConfig):
     group: int = 16
     rank: int = 256
     candidates: int = 16
+    embedding_scale: float = 1.0
+    factor: float = 1.0
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         BlockConfig.__post_init__(self)
+        for name in ("embedding_scale", "factor", *(["cap"] if self.cap is not None else [])):
+            if not isinstance(value := getattr(self, name), int | float) or not 0.0 < value < math.inf:
+                raise OptionError(f"{name} of {self.noun} must be a number above 0, got {value!r}")
         if self.width % self.group or self.taps > self.block:
             raise OptionError(
                 f"a convolution's groups divide {self.width} entries and its taps are at most the block's "
@@ -150,6 +160,10 @@ class DFlash2Head(BlockHead):
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
+
+    def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        embedded, scale = super().inputs(anchors, embed), self.config.embedding_scale
+        return embedded if scale == 1.0 else embedded * scale
 
     @property
     def tables(self) -> list[Tensor]:
