@@ -124,7 +124,7 @@ class BlockRunner:
 
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Outputs:
-        """The slots of blocks behind texts; caches hold all before the anchors."""
+        """The slots of blocks after texts; caches hold all before the anchors."""
         block = self.head.config.block
         layouts = [_block_layout(each.length, block, self.device) for each in caches]
         for cache in caches:

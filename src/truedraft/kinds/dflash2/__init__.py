@@ -1,4 +1,4 @@
-"""DFlash 2: a block drafter whose tokens are selected among a few candidates by those before them."""
+"""DFlash 2: a block drafter that selects each token among a few candidates by the one before it."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ class DFlash2SizeOptions(BlockSizeOptions):
 class DFlash2RunOptions(BlockRunOptions):
     """Training options of a DFlash 2 head."""
 
-    selector_weight: float = option(1.0, "Weight of the selector's loss, beside that of DFlash.", "X")
+    selector_weight: float = option(1.0, "Weight of the selector's loss; that of DFlash's is 1.", "X")
     selector_teaches: bool = option(
         True,
-        "Whether the gradient of the selector's loss also reaches the layers, or the selector alone.",
+        "Whether the gradient of the selector's loss also reaches the layers, or only the selector.",
         "",
         name="--selector-teaches/--selector-alone",
     )
