@@ -40,7 +40,7 @@ KINDS = {
     ),
     "dflash": Kind(_BLOCK, "", "no 5", ("eagle", "not an EAGLE-3 head; use dflash:"), *_CHANGED),
     "dflash2": Kind(
-        (*_BLOCK, "--draft-vocab", "0", "--group", "8", "--rank", "4", "--selector-alone"), "", "no 5",
+        (*_BLOCK, "--draft-vocab", "0", "--group", "8", "--rank", "4", "--selector-only"), "", "no 5",
         ("dflash", "holds a DFlash 2 head, not a DFlash head; use dflash2:"),
         (*_CHANGED[0], "--rank", "5"), (*_CHANGED[1], "--rank was 4 and is now 5"),
     ),

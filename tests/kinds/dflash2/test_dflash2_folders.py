@@ -102,7 +102,7 @@ REFUSED: list[tuple[dict[str, Any], Callable[[dict[str, Tensor]], object], str]]
         for own, said in (
             ({"output_multiplier": "x"}, "factor of a DFlash 2 head must be a number above 0, got 'x'"),
             ({"final_logit_softcapping": -30.0}, "cap of a DFlash 2 head must be a number above 0, got -30.0"),
-            ({"selector_top_k": 98}, "there are 97 ids, and 98 candidates"),
+            ({"selector_top_k": 98}, "candidates of a DFlash 2 head must be at most its 97 ids, got 98"),
             ({"selector_top_k": 0}, "candidates of a DFlash 2 head must be 1 or more, got 0"),
             ({"conv_kernel_size": 5}, "at most the block's 4 rows, got groups of 8 and 5 taps"),
             ({"conv_group_size": None}, "group of a DFlash 2 head must be 1 or more, got None"),

@@ -70,8 +70,8 @@ def _usual(head: DFlash2Head) -> DFlash2Config:
     config = head.config
     if config.own_output or config.own_embedding or config.from_anchor:
         raise ModelError(
-            "these formats are of heads that end in the target's LM head, with masks that guess their own tokens; train "
-            "one so: truedraft train dflash2 --tied"
+            "these formats are of heads that end in the target's LM head, with masks that guess their own tokens; "
+            "train one so: truedraft train dflash2 --tied"
         )
     return config
 

@@ -63,7 +63,8 @@ class DFlash2Config(BlockConfig):
                 f"{self.block} rows, got groups of {self.group} and {self.taps} taps"
             )
         if self.candidates > self.vocab_size:
-            raise OptionError(f"there are {self.vocab_size} ids, and {self.candidates} candidates are asked for")
+            most = self.vocab_size
+            raise OptionError(f"candidates of {self.noun} must be at most its {most} ids, got {self.candidates}")
         if self.draft_vocab or self.markov or self.confidence:
             raise OptionError("a DFlash 2 head guesses among all ids, without a Markov head or a confidence head")
 

@@ -29,7 +29,7 @@ class DFlash2RunOptions(BlockRunOptions):
         True,
         "Whether the gradient of the selector's loss also reaches the layers, or only the selector.",
         "",
-        name="--selector-teaches/--selector-alone",
+        name="--selector-teaches/--selector-only",
     )
 
 
