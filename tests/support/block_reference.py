@@ -42,11 +42,17 @@ class BlockReference(Page):
         for number in range(config.depth):
             name = f"layers.{number}.self_attn"
             normed = [self.norm(f"layers.{number}.input_layernorm", each) for each in rows]
-            seen = [self.keys(name, each, at) for at, each in enumerate([*context, *normed])]
+            keys = [self.keys(name, each, at) for at, each in enumerate([*context, *normed])]
+            # The window counts the positions before the anchor.
+            before = [at for at in range(anchor) if self.sees(number, anchor - 1, at)]
+            causal = config.window_causal and config.windows[number]
             rows = [
-                self.layer(number, row, entering, anchor + at, seen)
+                self.layer(
+                    number, row, entering, anchor + at,
+                    [keys[each] for each in (*before, *range(anchor, anchor + (at + 1 if causal else len(rows))))],
+                )
                 for at, (row, entering) in enumerate(zip(rows, normed, strict=True))
-            ]
+            ]  # fmt: skip
         return [self.norm("norm", each) for each in (rows if config.from_anchor else rows[1:])]
 
     def layer(self, number: int, row: Tensor, entering: Tensor, position: int, seen: Sequence[tuple]) -> Tensor:

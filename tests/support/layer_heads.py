@@ -110,6 +110,12 @@ class Page:
         a, b = x[:half], x[half:]
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
 
+    def sees(self, layer: int, query: int, key: int) -> bool:
+        """Whether a layer sees the text's token `key` from the token `query`, at or behind it."""
+        config = self.made.config
+        window = config.windows[layer] if config.windows else 0
+        return not window or query - key < window or key < config.sink
+
     def mlp(self, layer: str, x: Tensor) -> Tensor:
         gate, up = (self.product(f"{layer}.mlp.{each}_proj", x) for each in ("gate", "up"))
         return self.product(f"{layer}.mlp.down_proj", gate * torch.sigmoid(gate) * up)

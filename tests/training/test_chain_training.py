@@ -45,6 +45,9 @@ MARKOV = replace(
     own_output=True,
 )  # fmt: skip
 RECURRENT = replace(MARKOV, markov_kind="rnn", confidence_reads_token=False)
+WINDOWS = replace(P_EAGLE, windows=(4, 5))
+FLASH_WINDOWS = replace(PLAIN, windows=(4, 0), sink=1)
+SPARK_WINDOWS = replace(MARKOV, windows=(4, 5), window_causal=True)
 
 
 class Tried(NamedTuple):
@@ -72,6 +75,24 @@ KINDS = {
     "DFlash": Tried(DFlashHead, PLAIN, PLAIN, Blocks, BlockReference, DFlash),
     "DSpark": Tried(DSparkHead, MARKOV, MARKOV, Blocks, BlockReference, DSpark),
     "DSpark, recurrent": Tried(DSparkHead, RECURRENT, RECURRENT, Blocks, BlockReference, DSpark),
+    "EAGLE-3, window": Tried(
+        Eagle3Head,
+        replace(EAGLE, windows=(4,), sink=1),
+        Eagle3Config(**SIZES, reach=3, windows=(4,), sink=1),
+        Unrolled,
+        EagleReference,
+        Eagle3,
+    ),
+    "P-EAGLE, windows": Tried(
+        PEagleHead,
+        WINDOWS,
+        replace(WINDOWS, draft_vocab=0),
+        Masked,
+        PEagleReference,
+        PEagle,
+    ),
+    "DFlash, windows": Tried(DFlashHead, FLASH_WINDOWS, FLASH_WINDOWS, Blocks, BlockReference, DFlash),
+    "DSpark, causal windows": Tried(DSparkHead, SPARK_WINDOWS, SPARK_WINDOWS, Blocks, BlockReference, DSpark),
 }
 PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
 ANSWERS = [

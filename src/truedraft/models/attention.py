@@ -30,15 +30,21 @@ _LONGEST_KEPT = 512  # longest chain with a cached mask
 
 
 class AttentionPattern(ABC):
-    """The earlier positions that a layer may see: one contiguous run that ends with the query's own."""
+    """The earlier positions that a layer may see: one run that ends with the query's own, and the first `sink`."""
+
+    sink: int = 0
 
     @abstractmethod
     def first(self, position: Position) -> Position:
-        """The first position that a query at `position` may see; 0 or less if it sees all."""
+        """The first position of the run that a query at `position` may see; 0 or less if it sees all."""
 
     def reaches(self, positions: int) -> bool:
         """Whether a query at the last of `positions` positions sees all of them."""
-        return self.first(positions - 1) <= 0
+        return self.first(positions - 1) <= self.sink
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, broadcast from positions: True where a query may not see a key."""
+        return (key > query) | ((key < self.first(query)) & (key >= self.sink))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,10 @@ class Full(AttentionPattern):
 
 @dataclass(frozen=True, slots=True)
 class Window(AttentionPattern):
-    """The last `size` positions, the query's own included."""
+    """The last `size` positions, the query's own included, and the first `sink` ones."""
 
     size: int
+    sink: int = 0
 
     def first(self, position: Position) -> Position:
         return position - self.size + 1
@@ -215,10 +222,7 @@ def layout_of(
     # Slots are not positions in a tree, so positions are compared; along a path the two are equal again.
     query = length - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
-    key = torch.arange(first, span, device=device)
-    hidden = key[None, :] > query[:, None]
-    if not reaches:
-        hidden |= key[None, :] < pattern.first(query)[:, None]
+    hidden = pattern.hides(query[:, None], torch.arange(first, span, device=device))
     if shape.is_chain:
         return ChainLayout(Blocked(first, hidden))
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))

@@ -27,6 +27,10 @@ class SegmentPlan:
     device: torch.device
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
 
+    def first(self, pattern: AttentionPattern) -> list[int]:
+        """The first key/value position that each row sees; 0 or less if it sees all."""
+        return [pattern.first(self.length - 1 + depth) for depth in self.segment.shape.depths[self.segment.written :]]
+
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
         if pattern not in self.layouts:
             segment = self.segment

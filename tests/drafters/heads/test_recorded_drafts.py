@@ -28,7 +28,10 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=0.7, seed=5, ignore_eos=True)
 SHAPED = SamplingParams(max_tokens=12, presence_penalty=0.5, ignore_eos=True)
 TEXTS = [PROMPTS[0], PROMPTS[1], [(7 * place + 1) % VOCAB for place in range(90)]]
-NAMES = ["EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"]
+NAMES = [
+    "EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent",
+    "P-EAGLE, long windows", "DFlash, long windows",
+]  # fmt: skip
 
 
 def drafter(name: str, recorder: Recorder | None, **options: Any) -> Any:

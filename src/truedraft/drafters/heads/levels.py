@@ -42,6 +42,7 @@ from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.cache import CachePool, RequestCache
 
 BEAMS = 8
+UNRECORDED_WINDOWS = "its windows are too short for that, or keep first tokens, or hide later rows of a block"
 
 
 class LevelRunner(Protocol):
@@ -217,6 +218,10 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def _replaced(self, target: LanguageModel) -> LevelRunnerT | None:
         """The previous runner for the target, so that its pages are reused."""
         return self._runner if target is self._runs_with else None
+
+    def _unrecorded(self, why: str) -> None:
+        detail = f"its drafts are not recorded as CUDA graphs: {why}"
+        self.note = "; ".join(filter(None, [self.head.record.note, detail]))
 
     def _held_tokens(self) -> int:
         return sum(text.cache.length + text.unread_rows for text in list(self._texts.values()))

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.drafters.heads.layers import bits_for, copied, packed
-from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree
+from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDrafter, Tree
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
-from truedraft.models.attention import Blocked, ChainLayout, Scoring
+from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphBlocks
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
@@ -58,7 +58,8 @@ class BlockRunner:
     def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
         config, like = self.head.config, self.head.norm.weight
         sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
-        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder, before)
+        block, patterns, most = config.block, config.patterns, config.most_positions
+        return GraphBlocks(self, self._table, block, patterns, sizes, width, like, most, recorder, before)
 
     @property
     def warmups(self) -> int:
@@ -123,8 +124,8 @@ class BlockRunner:
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
         """Input of the LM head at each guessed token: `[blocks, reach, width]`; caches hold all before the anchors."""
-        block = self.head.config.block
-        layouts = [_block_layout(each.length, block, self.device) for each in caches]
+        block, seen = self.head.config.block, list(zip(self.head.config.patterns, self.head.config.causal, strict=True))
+        layouts = [{own: _block_layout(each.length, block, *own, self.device) for own in {*seen}} for each in caches]
         for cache in caches:
             cache.reserve(block)
 
@@ -133,7 +134,7 @@ class BlockRunner:
             parts = (each.transpose(0, 1).split(block, dim=1) for each in (query, key, value))
             for cache, layout, *own in zip(caches, layouts, *parts, strict=True):
                 keys, values = cache.write(call, own[1], own[2])
-                mixed.append(layout.attend(own[0], keys, values, self._scoring))
+                mixed.append(layout[seen[call]].attend(own[0], keys, values, self._scoring))
             return torch.cat(mixed).flatten(1)
 
         embedded = self.head.inputs(anchors, self._target.embed)
@@ -158,10 +159,15 @@ class BlockRunner:
         return self._table.at(transfers.upload([place for each in positions for place in each], self.device))
 
 
-def _block_layout(length: int, block: int, device: torch.device) -> ChainLayout:
-    """Rows see `length` keys and their own block, but no unused slots."""
-    hidden = torch.arange(key_span(length + block) - length, device=device) >= block
-    return ChainLayout(Blocked(length, hidden.expand(block, -1)))
+def _block_layout(
+    length: int, block: int, pattern: AttentionPattern, causal: bool, device: torch.device
+) -> ChainLayout:
+    """Rows see what the anchor, after `length` keys, sees of these, and their own block, but no unused slots."""
+    first = length if pattern.reaches(length + 1) else 0
+    key, anchor = torch.arange(first, key_span(length + block), device=device), torch.tensor(length, device=device)
+    rows = torch.arange(block, device=device)[:, None] if causal else block - 1
+    hidden = torch.where(key < length, pattern.hides(anchor, key), key > length + rows)
+    return ChainLayout(Blocked(first, hidden.expand(block, -1)))
 
 
 class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
@@ -175,10 +181,10 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     _least = 0.0  # minimum product of the confidence head's probabilities
 
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
-        recorder = self._recorder(target)
+        recorder = self._recorder(target) if self.head.config.recordable else None
         if recorder is None and target.device.type == "cuda":
-            detail = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
-            self.note = "; ".join(filter(None, [self.head.record.note, detail]))
+            forwards = f"the forwards of {target.name} are not"
+            self._unrecorded(forwards if self.head.config.recordable else UNRECORDED_WINDOWS)
         return BlockRunner(self.head, target, recorder, self._replaced(target))
 
     @property

@@ -17,10 +17,10 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.head import Head
 from truedraft.drafters.heads.layers import Attend, bits_for, copied, packed
-from truedraft.drafters.heads.levels import LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
-from truedraft.models.attention import Full, Scoring
+from truedraft.models.attention import Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphPairs
 from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
@@ -74,7 +74,7 @@ class Eagle3Runner:
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
         self._graphs: GraphPairs | None = None
-        if recorder is not None or self.device.type == "cuda":
+        if head.config.recordable and (recorder is not None or self.device.type == "cuda"):
             self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         bits = 0 if self._graphs is not None else bits_for(own)
         self.native = None if self._graphs is not None else _native(own, self._table, bits)
@@ -92,6 +92,7 @@ class Eagle3Runner:
             self._read,
             self._table,
             config.rope_start,
+            config.patterns,
             (1 + config.more_layers, config.kv_heads, config.head),
             (config.width, config.merged * config.width),
             self._head.norm.weight,
@@ -162,8 +163,9 @@ class Eagle3Runner:
         return x, self._target.unembed(leaving) if head.lm_head is None else head.lm_head(leaving)
 
     def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        call = next(calls)
         by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(next(calls), Full(), self._scoring, *by_head).flatten(1)
+        return plan.attend(call, self._head.config.patterns[call], self._scoring, *by_head).flatten(1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens
@@ -174,7 +176,7 @@ class Eagle3Runner:
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
     """A head's layers as one native forward, which takes over its weights; None if decoder.c does not support it."""
     config = head.config
-    if head.lm_head is None:
+    if head.lm_head is None or config.sink:
         return None
 
     def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
@@ -182,7 +184,7 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
 
     layers = []
     every: list[Any] = [head.midlayer, *head.layers.values()]
-    for layer in every:
+    for layer, pattern in zip(every, config.patterns, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         layers.append(
             LlamaLayer(
@@ -199,7 +201,7 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
                 kv_heads=config.kv_heads,
                 head=config.head,
                 scaling=config.head**-0.5,
-                pattern=Full(),
+                pattern=pattern,
             )
         )
     llama = Llama(
@@ -304,6 +306,8 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     name: ClassVar[str] = "eagle"
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        if target.device.type == "cuda" and not self.head.config.recordable:
+            self._unrecorded(UNRECORDED_WINDOWS)
         return Eagle3Runner(self.head, target, before=self._replaced(target))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
