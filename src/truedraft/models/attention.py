@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.core.tree import TreeShape
-from truedraft.models.cache import WIDEST_GAP, key_span
+from truedraft.models.cache import FIRST, WIDEST_GAP, key_span
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 _LONGEST_KEPT = 512  # longest chain with a cached mask
@@ -211,18 +211,22 @@ def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
 
 
 def layout_of(
-    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
+    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device, dropped: int = 0
 ) -> SegmentLayout:
-    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on."""
+    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on.
+
+    `dropped` tokens before these, from `FIRST` on, are not cached.
+    """
     slots = length + (len(shape) if shape.is_chain else shape.depth)
     span = key_span(slots)
-    reaches = pattern.reaches(length + shape.depth)
+    reaches = pattern.reaches(length + dropped + shape.depth)
     if shape.is_chain and reaches:
         return ChainLayout(Blocked(length, _later_nodes(len(shape), device)[written : len(shape), : span - length]))
     # Slots are not positions in a tree, so positions are compared; along a path the two are equal again.
-    query = length - 1 + torch.tensor(shape.depths[written:], device=device)
+    query = length + dropped - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
-    hidden = pattern.hides(query[:, None], torch.arange(first, span, device=device))
+    key = torch.arange(first, span, device=device)
+    hidden = pattern.hides(query[:, None], torch.where(key < FIRST, key, key + dropped))
     if shape.is_chain:
         return ChainLayout(Blocked(first, hidden))
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))

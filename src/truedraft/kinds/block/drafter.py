@@ -18,7 +18,7 @@ from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphBlocks
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
-from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache import FIRST, CachePool, RequestCache
 from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
@@ -125,7 +125,7 @@ class BlockRunner:
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
         """Input of the LM head at each guessed token: `[blocks, reach, width]`; caches hold all before the anchors."""
         block, seen = self.head.config.block, list(zip(self.head.config.patterns, self.head.config.causal, strict=True))
-        layouts = [{own: _block_layout(each.length, block, *own, self.device) for own in {*seen}} for each in caches]
+        layouts = [{own: _block_layout(each, block, *own, self.device) for own in {*seen}} for each in caches]
         for cache in caches:
             cache.reserve(block)
 
@@ -160,13 +160,18 @@ class BlockRunner:
 
 
 def _block_layout(
-    length: int, block: int, pattern: AttentionPattern, causal: bool, device: torch.device
+    cache: RequestCache, block: int, pattern: AttentionPattern, causal: bool, device: torch.device
 ) -> ChainLayout:
-    """Rows see what the anchor, after `length` keys, sees of these, and their own block, but no unused slots."""
-    first = length if pattern.reaches(length + 1) else 0
-    key, anchor = torch.arange(first, key_span(length + block), device=device), torch.tensor(length, device=device)
+    """Rows see what the anchor, after the cached keys, sees of these, and their own block, but no unused slots."""
+    length = cache.stored
+    first = length if pattern.reaches(cache.length + 1) else 0
+    key, anchor = (
+        torch.arange(first, key_span(length + block), device=device),
+        torch.tensor(cache.length, device=device),
+    )
     rows = torch.arange(block, device=device)[:, None] if causal else block - 1
-    hidden = torch.where(key < length, pattern.hides(anchor, key), key > length + rows)
+    unseen = pattern.hides(anchor, torch.where(key < FIRST, key, key + cache.dropped))
+    hidden = torch.where(key < length, unseen, key > length + rows)
     return ChainLayout(Blocked(first, hidden.expand(block, -1)))
 
 
@@ -201,16 +206,16 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
-        texts = [self._texts[tree.request.id] for tree in trees]
-        caches, vectors = [text.cache for text in texts], [text.vectors() for text in texts]
+        vectors = [self._shared.unread(tree.request) for tree in trees]
+        caches = [self._texts[tree.request.id].cache for tree in trees]
         anchors = [tree.request.tokens[-1] for tree in trees]
         return self._running[0].run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         runner = self._running[0]
-        texts = [self._texts[tree.request.id] for tree in level]
+        vectors = [self._shared.unread(tree.request) for tree in level]
         anchors = [tree.request.tokens[-1] for tree in level]
-        x = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
+        x = runner.run([self._texts[tree.request.id].cache for tree in level], vectors, anchors)
         tokens = transfers.upload(anchors, runner.device)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
@@ -284,6 +289,7 @@ class DSpark(BlockDrafter[DSparkHead]):
         nodes: int | None = None,
         beams: int = BEAMS,
         min_acceptance: float = 0.0,
+        context: int | None = None,
     ) -> None:
         super().__init__(
             head,
@@ -292,6 +298,7 @@ class DSpark(BlockDrafter[DSparkHead]):
             min_probability=min_probability,
             nodes=nodes,
             beams=beams,
+            context=context,
         )
         check_share("min_acceptance", min_acceptance)
         if min_acceptance and head.confidence_head is None:

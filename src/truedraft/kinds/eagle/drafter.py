@@ -18,6 +18,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.head import Head
 from truedraft.drafters.heads.layers import Attend, bits_for, copied, packed
 from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.heads.texts import READ_TOKENS
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.models.attention import Scoring
@@ -30,8 +31,6 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
 from truedraft.models.packing import ForwardPlan
-
-_READ_TOKENS = 512
 
 
 class PairRunner(LevelRunner, Protocol):
@@ -266,30 +265,23 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         return found
 
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
-        for first in range(0, len(tokens), _READ_TOKENS):
-            some = torch.tensor(tokens[first : first + _READ_TOKENS])
-            segment = Segment(cache, some, chain_shape(len(some)), ())
-            self._running[0].forward([segment], vectors[first : first + len(some)], True)
-            cache.commit(range(len(some)))
+        segment = Segment(cache, torch.tensor(tokens), chain_shape(len(tokens)), ())
+        self._running[0].forward([segment], vectors, True)
+        cache.commit(range(len(tokens)))
 
     def _ends(
-        self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
+        self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
         """Input of one forward: texts' last pairs, at most `most`, what follows, and hidden states `[total, ...]`."""
         segments: list[Segment] = []
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
-            text, request = self._texts[tree.request.id], tree.request
-            tokens, vectors = torch.tensor(request.tokens[-text.unread_rows :]), text.vectors()
-            if len(tokens) > most:
-                first = -(-(len(tokens) - most) // _READ_TOKENS) * _READ_TOKENS
-                first = min(first, len(tokens) - 1)
-                self._read(text.cache, tokens[:first].tolist(), vectors[:first])
-                tokens, vectors = tokens[first:], vectors[first:]
+            cache, vectors = self._texts[tree.request.id].cache, self._shared.unread(tree.request, most)
+            tokens = torch.tensor(tree.request.tokens[-len(vectors) :])
             more, below = self._masks_below(deep)
             count = len(tokens) + len(more)
             rows = range(len(tokens) - 1, count)
-            segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
+            segments.append(Segment(cache, torch.cat([tokens, more]), chain_shape(count), rows))
             inputs += [vectors, below] if len(more) else [vectors]
         return segments, torch.cat(inputs)
 
