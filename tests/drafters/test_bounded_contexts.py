@@ -7,6 +7,7 @@ the text's last token does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +16,24 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from drafters.heads import test_levels
+from kinds.mtp import test_mtp
 from support.backends import fused_backend, graph_backend, native_backend
 from support.layer_heads import Records, as_transformers_runs_it, target
 from support.tiny_models import VOCAB, build, with_noise
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import DraftModel, SelfDraft, from_spec
+from truedraft.certify import Stack
+from truedraft.certify.certificate import Status
+from truedraft.certify.checks import Context
+from truedraft.certify.draft_state import DraftState
+from truedraft.drafters import DraftModel, Mtp, SelfDraft, from_spec
 from truedraft.errors import OptionError, UnknownOptionError
+from truedraft.kinds.mtp.module import MtpHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.cache import BoundedContext
 from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.verification import SpeculativeSampling
 
 LONG, SIZE = 512, 128
 BOUNDS = BoundedContext(SIZE)
@@ -150,6 +158,46 @@ def test_heads_draw_from_what_the_page_gives_under_the_mask(name: str) -> None:
     seeded = Engine(target(), test_levels.drafter(made, context=SIZE), controller="fixed")
     found = seeded.generate([list(each) for each in PROMPTS], SEEDED)
     assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3"])
+@torch.inference_mode()
+def test_mtp_layers_draft_as_fresh_ones(name: str, tmp_path: Path) -> None:
+    own = test_mtp.loaded(test_mtp.reference(name).write(tmp_path))
+    drafts = Mtp(MtpHead.for_target(None, own), context=SIZE)
+    texts = [[(7 * place * place + 1) % own.vocab_size for place in range(length)] for length in (118, 185)]
+    (found,) = DraftState().run(Context(Stack(own, drafts, SpeculativeSampling()), texts, SamplingParams(24), 2))
+    assert found.status is Status.HOLDS and found.facts["compared"] > 10 and found.facts["different"] == 0
+
+
+def reserved(make: Callable[[Any, int | None], Any], size: int | None) -> int:
+    """Most bytes that an engine with a limit reserves; never less than what the drafter holds."""
+    own = model()
+    drafts = make(own, size)
+    engine, granted = Engine(own, drafts, controller="fixed", max_cache_bytes=1 << 24), [0]
+
+    def compare(_: object) -> None:
+        granted.append(engine._memory._reserved)
+        assert drafts.held.n_bytes <= granted[-1]
+
+    engine.listeners.append(compare)
+    assert not engine.generate(list(TEXT), SamplingParams(max_tokens=24)).warnings
+    assert engine.check_idle() == []
+    return max(granted)
+
+
+@pytest.mark.parametrize("make", [
+    lambda own, size: DraftModel(model(noise=0.05), context=size),
+    lambda own, size: test_levels.drafter(test_levels.head("DFlash", width=64, heads=2, head=32), context=size),
+], ids=["draft", "DFlash"])  # fmt: skip
+def test_less_memory_is_reserved(make: Callable[[Any, int | None], Any]) -> None:
+    assert reserved(make, SIZE) < reserved(make, None)
+
+
+def test_copies_for_a_self_draft_are_reserved_too() -> None:
+    assert reserved(lambda own, size: SelfDraft(own, own, context=size), SIZE) > reserved(
+        lambda own, size: SelfDraft(own, own, context=size), None
+    )
 
 
 def test_bad_contexts_are_refused_in_a_sentence() -> None:
