@@ -22,10 +22,11 @@ from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
+from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
 from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
-from truedraft.kinds.eagle.training import Masked, PEagleTrainingConfig, Unrolled
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig, Masked, PEagleTrainingConfig, Unrolled
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, chains_in, likeliest_ids
 from truedraft.training.evaluate import predicted
@@ -230,6 +231,17 @@ def test_anchors_of_blocks_are_drawn_anew_in_each_pass() -> None:
     made = chains_of("DFlash", anchors=3)
     pairs = made.pairs(ANSWERS[0], 7)
     assert len(pairs) == 3 and pairs != made.pairs(ANSWERS[0], 8) and pairs == made.pairs(ANSWERS[0], 7)
+
+
+def test_a_window_is_of_all_layers_of_a_head() -> None:
+    for kind, layers in ((Eagle3TrainingConfig, 1), (PEagleTrainingConfig, 4), (DFlashTrainingConfig, 2)):
+        config = kind(sliding_window=64, sink=4).sizes(64, VOCAB)
+        assert (config.windows, config.sink) == ((64,) * layers, 4)
+        assert kind().sizes(64, VOCAB).windows == ()
+    with pytest.raises(OptionError, match="more than the 5 tokens that are drafted, got 5"):
+        Eagle3TrainingConfig(sliding_window=5).sizes(64, VOCAB)
+    with pytest.raises(OptionError, match="how many first tokens layers with a window see, got 4"):
+        Eagle3TrainingConfig(sink=4).sizes(64, VOCAB)
 
 
 def test_an_embedding_of_its_own_begins_as_the_targets() -> None:

@@ -105,7 +105,7 @@ class LayerConfig(ABC):
             if not is_whole(window, 0) or 0 < window <= self.reach:
                 raise OptionError(
                     f"is 0, all positions, or more than the {self.reach} tokens that are drafted, got {window!r}",
-                    field="window",
+                    field="sliding_window",
                 )
         if not is_whole(self.sink, 0) or (self.sink and not any(self.windows)):
             raise OptionError(f"is how many first tokens layers with a window see, got {self.sink!r}", field="sink")
