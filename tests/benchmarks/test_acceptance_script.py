@@ -43,6 +43,24 @@ def test_what_is_foretold_on_the_same_questions_is_served(lines_of: Callable[...
     assert line["foretold"]["value"] == line["over_all"]["value"] > 1.0
 
 
+def test_pieces_of_a_text_are_sets_by_their_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_embedded(monkeypatch)
+    text, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
+    text.write_text("import os\n\n\nclass Stack:\n    def __init__(self) -> None:\n        self.items = []\n" * 40)
+    words = ["embedded:target", "draft", "draft,context=128", "--text", str(text), "--lengths", "64", "200", "--alone"]
+    words += ["--limit", "2", "--max-tokens", "12", "--temperatures", "0", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", *words])
+    acceptance.main()
+    whole, bounded = (json.loads(line)["sets"] for line in out.read_text().splitlines())
+    assert [*whole] == [*bounded] == ["64 tokens", "200 tokens"] and all(
+        each["decode_s"] > 0 for each in whole.values()
+    )
+    assert {name: each for name, each in whole["64 tokens"].items() if name != "decode_s"}.items() <= bounded[
+        "64 tokens"
+    ].items(), "nothing is dropped of a short text"
+    assert bounded["200 tokens"]["emitted_tokens"] == whole["200 tokens"]["emitted_tokens"]
+
+
 def test_counts_are_told_by_set_and_come_again(lines_of: Callable[..., list[dict[str, Any]]]) -> None:
     words = ["none", "draft,num_speculative_tokens=3"]
     lines_of(*words)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, markov
@@ -72,10 +74,14 @@ def test_heads_are_fresh() -> None:
     assert finding(Medusa(heads, GuessTrees(3), nodes=8), target=target).status is Status.HOLDS
 
 
-def test_a_llama_as_draft_is_fresh_up_to_rounding() -> None:
-    stack = Stack(packed("llama"), DraftModel(noisy("llama", 0.05), 3), SpeculativeSampling())
+@pytest.mark.parametrize(
+    ("context", "prompts"),
+    [(None, PROMPTS[::2]), (128, [[(7 * n + 1) % 97 for n in range(end)] for end in (121, 190)])],
+)
+def test_a_llama_as_draft_is_fresh_up_to_rounding(context: int | None, prompts: Sequence[Sequence[int]]) -> None:
+    stack = Stack(packed("llama"), DraftModel(noisy("llama", 0.05), 3, context=context), SpeculativeSampling())
     params = SamplingParams(max_tokens=16)
-    (found,) = DraftState().run(Context(stack, [PROMPTS[0], PROMPTS[2]], params, 2))
+    (found,) = DraftState().run(Context(stack, prompts[:2], params, 2))
     assert found.status is Status.HOLDS and found.facts["caches_different"] == 0
     assert found.facts["largest_cache_difference"] < 1e-4
 

@@ -27,11 +27,12 @@ SMALL = (
     "--tokens", "200", "--prompt-tokens", "16", "--answer-tokens", "12", "--length", "2", "--steps", "2",
     "--draft-vocab", "40",
 )  # fmt: skip
-_BLOCK = ("--depth", "1", "--anchors", "4")
+_BLOCK = ("--depth", "1", "--anchors", "4", "--window", "8")
 _CHANGED = ("--loss", "tv=2", "--anchors", "5"), ("--loss was", "and is now tv=2", "--anchors was 4 and is now 5")
 KINDS = {
     "eagle": Kind(
-        (), "", "no 3", ("medusa", "holds an EAGLE-3 head, not Medusa heads; use eagle:"),
+        ("--window", "8", "--sink", "2"), ",context=128", "no 3",
+        ("medusa", "holds an EAGLE-3 head, not Medusa heads; use eagle:"),
         ("--loss", "tv", "--no-fc-norm"), ("--loss was kl and is now tv", "--fc-norm was True and is now False"),
     ),
     "p-eagle": Kind(

@@ -66,6 +66,15 @@ HEADS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Path], None]]] 
         eagle, replace(EAGLE_1, query_norms=True, rope={"rope_type": "default", "rope_theta": 7e5}), named,
     ),
     "speculators, p-eagle": (peagle, PEAGLE, named),
+    "windows, eagle": (eagle, replace(EAGLE, windows=(512,)), write_eagle_folder),
+    "windows, p-eagle": (peagle, replace(PEAGLE, windows=(0, 512, 512)), named),
+    "windows, z-lab": (
+        dflash, replace(DFLASH, windows=(512, 0)),
+        lambda head, folder: write_dflash_folder(head, folder, target_layers=9),
+    ),
+    "causal windows, speculators": (
+        dflash, replace(DFLASH, windows=(512,), window_causal=True), block_folders.write_speculators_folder,
+    ),
     "z-lab": (dflash, DFLASH, lambda head, folder: write_dflash_folder(head, folder, target_layers=9)),
     "DeepSpec": (
         dspark, replace(DSPARK, own_output=True, own_embedding=True, markov_kind="gated"),
@@ -134,7 +143,7 @@ def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
             assert (about["rope_theta"], about["rope_scaling"]) == (10000.0, None)
         if "eagle_config" in about:
             assert about["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
-    flat = ("EAGLE", "EAGLE-3.1", "z-lab", "DeepSpec")
+    flat = ("EAGLE", "EAGLE-3.1", "z-lab", "DeepSpec", "windows, eagle", "windows, z-lab")
     assert all(each == ([0, 2, 5] if name in flat else [1, 3, 6]) for name, each in numbers.items())
     assert load_file(tmp_path / "EAGLE" / "model.safetensors")["d2t"][:3].tolist() == [1, 2, 3]
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators, eagle" / "model.safetensors")
@@ -305,6 +314,31 @@ def test_what_a_configuration_may_leave_out_is_what_its_project_takes(tmp_path: 
     assert DFlashHead.load(newer).config.block == 4 and DFlashHead.load(newer).config.rope["rope_theta"] == 1e6
 
 
+@pytest.mark.parametrize(
+    ("made", "record", "windows"),
+    [
+        ("EAGLE", {"sliding_window": 512}, (512,)),  # TensorRT-LLM's PR 14200
+        ("EAGLE", {"sliding_window": 512, "use_sliding_window": False}, ()),
+        ("z-lab", {"layer_types": None, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1},
+         (0, 512)),
+        ("z-lab", {"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2, 5], "use_swa": True,
+                                     "swa_window_size": 512}}, (512, 512)),  # Model Optimizer's PR 1960
+    ],
+)  # fmt: skip
+def test_windows_of_other_projects(made: str, record: dict[str, Any], windows: Any, tmp_path: Path) -> None:
+    head, folder = written(made, tmp_path)
+    change(folder, **record)
+    assert type(head).load(folder).config == replace(head.config, windows=windows)
+
+
+@pytest.mark.parametrize("config", [replace(EAGLE, windows=(512,), sink=4), replace(DFLASH, windows=(512, 9))])
+def test_windows_that_a_format_has_no_words_for_are_not_written(config: Any, tmp_path: Path) -> None:
+    write = HEADS["EAGLE" if isinstance(config, Eagle3Config) else "z-lab"][2]
+    with pytest.raises(ModelError, match="one window for all layers with one, which sees no first tokens"):
+        write(eagle(config) if isinstance(config, Eagle3Config) else dflash(config), tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
 def without(name: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda weights: weights.pop(name)
 
@@ -367,7 +401,6 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
         (ZLAB, {"dflash_config": ZLAB_INSIDE | {name: value}}, f"{name} is {value!r}")
         for name, value in (
             ("causal", True),
-            ("use_swa", True),
             ("attention_sink_bias", True),
             ("use_aux_hidden_state", False),
             ("input_embedding_scale", 2.5),
@@ -378,9 +411,11 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     (ZLAB, {"dflash_config": ZLAB_INSIDE | {"block_size": 8}}, "block_size is 4 there, and 8 in its dflash_config"),
-    (ZLAB, {"layer_types": ["sliding_attention"] * 2}, "a window of the context"),
-    (ZLAB, {"layer_types": ["full_attention", "chunked_attention"]}, "a window of the context"),
-    (ZLAB, {"layer_types": None, "use_sliding_window": True}, "a window of the context"),
+    (ZLAB, {"layer_types": ["sliding_attention"] * 2}, "its sliding_window is None"),
+    (ZLAB, {"layer_types": ["full_attention", "chunked_attention"]}, "of the type 'chunked_attention'"),
+    (ZLAB, {"layer_types": ["sliding_attention"] * 3, "sliding_window": 9}, "windows are 3, and it has 2 layers"),
+    (ZLAB, {"layer_types": None, "use_sliding_window": True}, "its sliding_window is None"),
+    ("windows, eagle", {"sliding_window": 5}, "more than the 5 tokens that are drafted, got 5"),
     (ZLAB, {"num_target_layers": 6}, "reads layer 5 of 6, the last"),
     (ZLAB, {"max_position_embeddings": "x"}, "most_positions of a block drafter must be 1 or more, got 'x'"),
     (NESTED, {"markov_head_type": "lstm"}, "vanilla, gated, rnn"),

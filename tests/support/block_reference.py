@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +43,19 @@ class BlockReference(Page):
         for number in range(config.depth):
             name = f"layers.{number}.self_attn"
             normed = [self.norm(f"layers.{number}.input_layernorm", each) for each in rows]
-            seen = [self.keys(name, each, at) for at, each in enumerate([*context, *normed])]
+            keys = [self.keys(name, each, at) for at, each in enumerate([*context, *normed])]
             rows = [
-                self.layer(number, row, entering, anchor + at, seen)
+                self.layer(number, row, entering, anchor + at, self.seen(number, anchor, at, keys))
                 for at, (row, entering) in enumerate(zip(rows, normed, strict=True))
             ]
         return [self.norm("norm", each) for each in (rows if config.from_anchor else rows[1:])]
+
+    def seen(self, number: int, anchor: int, row: int, keys: Sequence[Any]) -> list[Any]:
+        """Keys of context and block that a row of the block sees; windows count positions before the anchor."""
+        config = self.made.config
+        before = [at for at in range(anchor) if self.sees(number, anchor - 1, at)]
+        causal = config.window_causal and config.windows[number]
+        return [keys[at] for at in (*before, *range(anchor, anchor + row + 1 if causal else len(keys)))]
 
     def layer(self, number: int, row: Tensor, entering: Tensor, position: int, seen: Sequence[tuple]) -> Tensor:
         name = f"layers.{number}"

@@ -27,8 +27,11 @@ class DFlash2Reference(BlockReference):
             name = f"layers.{number}"
             normed = [self.norm(f"{name}.input_layernorm", each) for each in rows]
             entering = self.convolved(f"{name}.attention_conv", 0, normed, normed)
-            seen = [self.keys(f"{name}.self_attn", each, at) for at, each in enumerate([*context, *entering])]
-            mixed = [self.attention(f"{name}.self_attn", each, anchor + at, seen) for at, each in enumerate(entering)]
+            keys = [self.keys(f"{name}.self_attn", each, at) for at, each in enumerate([*context, *entering])]
+            mixed = [
+                self.attention(f"{name}.self_attn", each, anchor + at, self.seen(number, anchor, at, keys))
+                for at, each in enumerate(entering)
+            ]
             added = self.convolved(f"{name}.attention_conv", 1, mixed, normed)
             rows = [row + each for row, each in zip(rows, added, strict=True)]
             normed = [self.norm(f"{name}.post_attention_layernorm", each) for each in rows]

@@ -72,8 +72,10 @@ class EagleReference(Page):
         for number in range(config.heads):
             own = self.turned(query[number], position)
             shared = number * config.kv_heads // config.heads
-            scores = torch.stack([own @ key[shared] for key in keys]) / math.sqrt(config.head)
-            mixed.append(sum(w * value[shared] for w, value in zip(scores.softmax(0), values, strict=True)))
+            number_of_layer = int(layer.removeprefix("layers.")) if layer != "midlayer" else 0
+            seen = [each for each in range(len(keys)) if self.sees(number_of_layer, len(keys) - 1, each)]
+            scores = torch.stack([own @ keys[each][shared] for each in seen]) / math.sqrt(config.head)
+            mixed.append(sum(w * values[each][shared] for w, each in zip(scores.softmax(0), seen, strict=True)))
         x = x + self.product(name + "o_proj", torch.cat(mixed))
         inner = self.norm(f"{layer}.post_attention_layernorm", x)
         return x + self.mlp(layer, inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -95,6 +95,8 @@ class Page:
         made: the head.
     """
 
+    dropped: Callable[[int], int] = staticmethod(lambda place: 0)  # by a bounded context, from token 16 on
+
     def __init__(self, model: PreTrainedModel, made: Any) -> None:
         self.model, self.made, self.weights = model, made, dict(made.named_parameters())
 
@@ -109,6 +111,13 @@ class Page:
         angles = position / self.made.config.rope["rope_theta"] ** (torch.arange(half) / half)
         a, b = x[:half], x[half:]
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
+
+    def sees(self, layer: int, query: int, key: int) -> bool:
+        """Whether a layer sees the text's token `key` from the token `query`, at or behind it."""
+        config = self.made.config
+        window = config.windows[layer] if config.windows else 0
+        inside = not window or query - key < window or key < config.sink
+        return inside and not 16 <= key < 16 + self.dropped(query)
 
     def mlp(self, layer: str, x: Tensor) -> Tensor:
         gate, up = (self.product(f"{layer}.mlp.{each}_proj", x) for each in ("gate", "up"))

@@ -23,13 +23,14 @@ from support.shares import assert_shares_add_up
 from support.tiny_models import CONTEXT, VOCAB
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
+from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
 from truedraft.kinds.block.training import Blocks, DFlashTrainingConfig
 from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.dflash2.training import Selections
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
-from truedraft.kinds.eagle.training import Masked, PEagleTrainingConfig, Unrolled
+from truedraft.kinds.eagle.training import Eagle3TrainingConfig, Masked, PEagleTrainingConfig, Unrolled
 from truedraft.models.lm_head import LmHead
 from truedraft.training.chains import ChainObjective, chains_in, likeliest_ids
 from truedraft.training.evaluate import predicted
@@ -50,6 +51,10 @@ MARKOV = replace(
 )  # fmt: skip
 FLASH2 = DFlash2Config(**SIZES, block=4, mask_id=96, depth=2, rank=8, candidates=6)
 RECURRENT = replace(MARKOV, markov_kind="rnn", confidence_reads_token=False)
+WINDOWS = replace(P_EAGLE, windows=(4, 5))
+FLASH_WINDOWS = replace(PLAIN, windows=(4, 0), sink=1)
+FLASH2_WINDOWS = replace(FLASH2, windows=(4, 0))
+SPARK_WINDOWS = replace(MARKOV, windows=(4, 5), window_causal=True)
 
 
 class Tried(NamedTuple):
@@ -78,6 +83,25 @@ KINDS = {
     "DSpark": Tried(DSparkHead, MARKOV, MARKOV, Blocks, BlockReference, DSpark),
     "DSpark, recurrent": Tried(DSparkHead, RECURRENT, RECURRENT, Blocks, BlockReference, DSpark),
     "DFlash 2": Tried(DFlash2Head, FLASH2, FLASH2, Selections, DFlash2Reference, DFlash2),
+    "DFlash 2, windows": Tried(DFlash2Head, FLASH2_WINDOWS, FLASH2_WINDOWS, Selections, DFlash2Reference, DFlash2),
+    "EAGLE-3, window": Tried(
+        Eagle3Head,
+        replace(EAGLE, windows=(4,), sink=1),
+        Eagle3Config(**SIZES, reach=3, windows=(4,), sink=1),
+        Unrolled,
+        EagleReference,
+        Eagle3,
+    ),
+    "P-EAGLE, windows": Tried(
+        PEagleHead,
+        WINDOWS,
+        replace(WINDOWS, draft_vocab=0),
+        Masked,
+        PEagleReference,
+        PEagle,
+    ),
+    "DFlash, windows": Tried(DFlashHead, FLASH_WINDOWS, FLASH_WINDOWS, Blocks, BlockReference, DFlash),
+    "DSpark, causal windows": Tried(DSparkHead, SPARK_WINDOWS, SPARK_WINDOWS, Blocks, BlockReference, DSpark),
 }
 PROMPT, ANSWER = [5, 9, 11, 3], [60, 2, 11, 3, 41, 7]
 ANSWERS = [
@@ -143,7 +167,7 @@ def test_each_step_is_what_the_page_drafts_behind_a_text_that_was_read_so_far(na
 
 
 @pytest.mark.parametrize("decay", [0.7, None])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "DFlash 2"])  # its own is of two parts
+@pytest.mark.parametrize("name", [name for name in KINDS if "DFlash 2" not in name])  # its own is of two parts
 def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None) -> None:
     """By the reference's own graph, of two answers; without a decay a token weighs as much as the draft comes to it."""
     made, spec = chains_of(name, anchors=3), "kl=0.1,tv=1.8"
@@ -179,7 +203,7 @@ def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None)
 
 
 @pytest.mark.parametrize("decay", [0.8, None])
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2", "DFlash 2, windows"])
 def test_shares_of_processes_add_up(name: str, decay: float | None) -> None:
     """Of answers that have other numbers of chains at each step, one of them none at the last."""
     made = chains_of(name, anchors=4)
@@ -215,6 +239,17 @@ def test_anchors_of_blocks_are_drawn_anew_in_each_pass() -> None:
     made = chains_of("DFlash", anchors=3)
     pairs = made.pairs(ANSWERS[0], 7)
     assert len(pairs) == 3 and pairs != made.pairs(ANSWERS[0], 8) and pairs == made.pairs(ANSWERS[0], 7)
+
+
+def test_a_window_is_of_all_layers_of_a_head() -> None:
+    for kind, layers in ((Eagle3TrainingConfig, 1), (PEagleTrainingConfig, 4), (DFlashTrainingConfig, 2)):
+        config = kind(sliding_window=64, sink=4).sizes(64, VOCAB)
+        assert (config.windows, config.sink) == ((64,) * layers, 4)
+        assert kind().sizes(64, VOCAB).windows == ()
+    with pytest.raises(OptionError, match="more than the 5 tokens that are drafted, got 5"):
+        Eagle3TrainingConfig(sliding_window=5).sizes(64, VOCAB)
+    with pytest.raises(OptionError, match="how many first tokens layers with a window see, got 4"):
+        Eagle3TrainingConfig(sink=4).sizes(64, VOCAB)
 
 
 def test_an_embedding_of_its_own_begins_as_the_targets() -> None:

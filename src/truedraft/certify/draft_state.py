@@ -271,14 +271,17 @@ def _cache_difference(model: LanguageModel, cache: RequestCache, tokens: Sequenc
     """Compare a cache with a forward over its tokens, except for entries that the next proposal cuts."""
     length = min(cache.length, len(tokens) - 1)
     other = model.new_cache()
+    other.bound(cache.bounds)
     try:
-        for first in range(0, length, 256):
-            ids = torch.tensor(tokens[first : min(first + 256, length)])
+        while count := other.make_room(min(256, length - other.length)):
+            ids = torch.tensor(tokens[other.length :][:count])
             prompt = len(ids) if len(ids) > FEW else 0  # as a draft reads it
             model.forward([Segment(other, ids, chain_shape(len(ids)), (), prompt=prompt)])
             other.commit(range(len(ids)))
+        if cache.dropped > other.dropped:
+            other.make_room(1)
         pairs = [
-            (a[:, :length], b)
+            (a[:, : other.stored], b)
             for ours, theirs in zip(cache.entries(), other.entries(), strict=True)
             for a, b in zip(ours, theirs, strict=True)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.tree_builder import SiblingChains, TreeBuilder, draw_chains, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
 from truedraft.models.base import Choose, LanguageModel, Segment
-from truedraft.models.cache import FEW, PrefixCache, RequestCache
+from truedraft.models.cache import FEW, PrefixCache, RequestCache, bounded
 
 _PREFILL_TOKENS = 512
 
@@ -35,6 +36,7 @@ class DraftModel(Drafter):
         num_speculative_tokens: length of a chain; ignored when `branching` is given.
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token to which the draft gave less than this; the token stays.
+        context: most tokens of a text that it sees and keeps, the first and the last ones (`BoundedContext`).
     """
 
     name: ClassVar[str] = "draft"
@@ -47,6 +49,7 @@ class DraftModel(Drafter):
         branching: Sequence[int] | None = None,
         min_probability: float = 0.0,
         chains: int = 1,
+        context: int | None = None,
     ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         check_nodes("chains", chains)
@@ -61,11 +64,15 @@ class DraftModel(Drafter):
         self.model: LanguageModel = model
         self.caches: dict[int, RequestCache] = {}
         self.prefixes = PrefixCache()
-        self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes)])
+        drops = model.pool is not None and model.pool.drops
+        self.context = context
+        self._bounds = bounded(context, drops=drops, name=model.name)
+        self.held = Held([ModelCaches(model, self.caches, self.prefixes, self.limits.nodes, context=context)])
         self._reads_inputs = model.opening_inputs is not None
 
     def resized(self, **sizes: Any) -> DraftModel:
-        return DraftModel(self.model, min_probability=self.limits.min_probability, **sizes)
+        least, context = self.limits.min_probability, self.context
+        return DraftModel(self.model, min_probability=least, context=context, **sizes)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -107,6 +114,8 @@ class DraftModel(Drafter):
 
     def begin(self, request: DraftRequest) -> None:
         self.caches[request.id] = cache = self.model.new_cache()
+        if self._bounds is not None:
+            cache.bound(self._bounds, partial(self.prefixes.keep, request.id))
         self.prefixes.join(request.id, cache, request.tokens, request.scope)
 
     def propose(
@@ -132,8 +141,7 @@ class DraftModel(Drafter):
         self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         batch = [chain.request for chain in chains]
-        while any(self._missed(request) > FEW for request in batch):
-            self._read(batch, whole=False)
+        self._read_before(batch, FEW)
         segments = self._segments(batch, whole=True)
         drafted = self.model.forward_chains(segments, levels, choose, numbers)
         for segment in segments:
@@ -172,9 +180,16 @@ class DraftModel(Drafter):
 
     def _catch_up(self, batch: Sequence[DraftRequest]) -> Tensor:
         """Read the unread committed tokens, two after full acceptance; logits `[requests, vocab]` at the last."""
-        while any(self._missed(request) > _PREFILL_TOKENS for request in batch):
-            self._read(batch, whole=False)
+        self._read_before(batch, _PREFILL_TOKENS)
         return self._read(batch, whole=True)
+
+    def _read_before(self, batch: Sequence[DraftRequest], most: int) -> None:
+        """Read texts up to where one forward can read the rest of each, at most `most` tokens."""
+        while any(self._missed(each) > min(most, self._room(each)) for each in batch):
+            self._read(batch, whole=False)
+
+    def _room(self, request: DraftRequest) -> int:
+        return self.caches[request.id].make_room(self._missed(request))
 
     def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
         segments = self._segments(batch, whole=whole)
@@ -188,6 +203,7 @@ class DraftModel(Drafter):
         for request in batch:
             cache = self.caches[request.id]
             ids = request.tokens[cache.length : len(request.tokens) - (not whole)][:_PREFILL_TOKENS]
+            ids = ids[: cache.make_room(len(ids))]
             if ids:
                 inputs = request.inputs if self._reads_inputs and not cache.family.memory else None
                 rows = (len(ids) - 1,) if whole else ()

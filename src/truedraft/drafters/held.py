@@ -18,6 +18,7 @@ class ModelCaches:
         caches: by id of request; after `propose` and `observe` their content equals a fresh computation's.
         drafted: maximum number of tokens in a cache beyond those of a request.
         per_token: maximum number of the model's own tokens per token of the target.
+        context: most tokens of a text that stay in a cache; None: all.
     """
 
     model: LanguageModel
@@ -25,10 +26,12 @@ class ModelCaches:
     prefixes: PrefixCache
     drafted: int
     per_token: int = 1
+    context: int | None = None
 
     def most(self, tokens: int) -> int:
-        """Maximum length of the cache of a request with `tokens` tokens, drafted ones included."""
-        return min(self.per_token * tokens, self.model.context_length) + self.drafted
+        """Most tokens in the cache of a request with `tokens` tokens, drafted ones included."""
+        most = self.model.context_length if self.context is None else self.context
+        return min(self.per_token * tokens, most) + self.drafted
 
     def ahead(self, tokens: int) -> ModelCaches:
         """The same if requests may be `tokens` tokens longer before these are verified."""
@@ -37,14 +40,15 @@ class ModelCaches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCaches:
-    """The caches of a head, in one block."""
+    """The caches of a head, or of a drafter that copies the target's keys; see `ModelCaches`."""
 
     pool: CachePool
     caches: Mapping[int, RequestCache]
     drafted: int
+    context: int | None = None
 
     def most(self, tokens: int) -> int:
-        return tokens + self.drafted
+        return (tokens if self.context is None else min(tokens, self.context)) + self.drafted
 
 
 class SharedTexts(Protocol):

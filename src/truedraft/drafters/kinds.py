@@ -147,5 +147,8 @@ def kind_in(path: Path) -> str | None:
     return found or (own if isinstance(own, str) else None)
 
 
-OF_LEVELS = {"num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8"}
+OF_LEVELS = {
+    "num_speculative_tokens": "7", "branching": "3-2-1", "min_probability": "0", "nodes": "16", "beams": "8",
+    "context": "1024",
+}  # fmt: skip
 """Options of drafters with trees that grow level by level (`truedraft.drafters.heads.levels`)."""

@@ -13,11 +13,11 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest
-from truedraft.drafters.held import Held
+from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import TreeBuilder, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.cache import RequestCache
+from truedraft.models.cache import RequestCache, bounded
 
 _READ_TOKENS = 512
 
@@ -28,8 +28,11 @@ class SelfDraft(Drafter):
     A proposal begins with a forward of the last token in the target's own cache; each further token is one more
     forward. These entries are dropped before the target's forward, which computes the same positions in full.
 
+    With a bounded context it reads and writes a copy of what that leaves of the target's cache.
+
     Args:
         model: made from the target; reads and writes the target's caches.
+        context: most tokens of a text that it sees, the first and the last ones (`BoundedContext`).
 
     Raises:
         OptionError: an option is out of range.
@@ -39,7 +42,13 @@ class SelfDraft(Drafter):
     name: ClassVar[str] = "self"
     observes_lazily = True
 
-    def __init__(self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        model: LanguageModel,
+        num_speculative_tokens: int = 4,
+        context: int | None = None,
+    ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
         if model.pool is None or model.pool is not target.pool:
@@ -49,7 +58,10 @@ class SelfDraft(Drafter):
             )
         self.model: LanguageModel = model
         self._caches: dict[int, RequestCache] = {}  # of requests without a cache of the target
-        self.held = Held(noted=[self._caches], in_target=True)
+        self._copies: dict[int, RequestCache] = {}  # with a bounded context
+        self._bounds = bounded(context, drops=model.pool.drops, name=target.name)
+        copies = HeadCaches(model.pool, self._copies, 1 + num_speculative_tokens, context)
+        self.held = Held(noted=[self._caches], in_target=True, heads=[] if context is None else [copies])
         self._target = target
 
     @property
@@ -76,7 +88,7 @@ class SelfDraft(Drafter):
             cut = budget.within(self.limits).cut(self.model.most_drafted(request.tokens))
             shape = (1,) * self.limits.depth
             builders.append(
-                TreeBuilder(self._cache(request), request, cut, each, shape, self.model.device, uncommitted=1)
+                TreeBuilder(self._seen(request), request, cut, each, shape, self.model.device, uncommitted=1)
             )
         level = [builder for builder in builders if not builder.budget.is_zero]
         with judged_if_it_fails(builders):
@@ -95,6 +107,22 @@ class SelfDraft(Drafter):
             [Segment(builder.cache, token, shape, (0,)) for builder, token in zip(builders, last, strict=True)]
         ).logits
 
+    def _seen(self, request: DraftRequest) -> RequestCache:
+        """The cache that it drafts in: the target's, or a bounded copy."""
+        cache = self._cache(request)
+        if self._bounds is None:
+            return cache
+        if request.id not in self._copies:
+            self._copies[request.id] = self._target.new_cache()
+            self._copies[request.id].bound(self._bounds)
+        own = self._copies[request.id]
+        own.rollback(min(own.length, cache.length))
+        missed = cache.length - own.length
+        if missed:
+            own.family.begin_as(cache.family)
+            own.extend([(cache.part(own.length, cache.length, lasting=False), 0, missed)])
+        return own
+
     def _cache(self, request: DraftRequest) -> RequestCache:
         """The target's cache without the last token; in a replay one filled here."""
         if request.cache is not None:
@@ -110,14 +138,14 @@ class SelfDraft(Drafter):
         return cache
 
     def caught_up(self, batch: Sequence[DraftRequest]) -> list[RequestCache]:
-        return [self._cache(request) for request in batch]
+        return [self._seen(request) for request in batch]
 
     def rewind(self, request: DraftRequest) -> None:
-        cache = self._caches.get(request.id)
-        if cache is not None:
-            cache.rollback(min(cache.length, len(request.tokens)))
+        for cache in (caches.get(request.id) for caches in (self._caches, self._copies)):
+            if cache is not None:
+                cache.rollback(min(cache.length, len(request.tokens)))
 
     def end(self, request: DraftRequest) -> None:
-        cache = self._caches.pop(request.id, None)
-        if cache is not None:
-            self._target.release_cache(cache)
+        for cache in (caches.pop(request.id, None) for caches in (self._caches, self._copies)):
+            if cache is not None:
+                self._target.release_cache(cache)

@@ -116,6 +116,8 @@ def _refuse_branched(words: Words) -> None:
     words.check(KINDS["draft"].options, takes_path=True)
     if "async" in words.options:
         raise OptionError("async is for drafts that are verified as chains, and a beam search has none; leave it out")
+    if "context" in words.options:
+        raise OptionError("context is for drafts of single answers, and a beam search reads whole texts; leave it out")
     for name in ("branching", "chains", "min_probability"):
         if name in words.options:
             raise OptionError(
@@ -419,7 +421,7 @@ def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
     if typed == "0":
         return draft
     load = _loading(words.path, target)
-    make = partial(ahead_drafter, load, draft.limits.depth, draft.limits.min_probability)
+    make = partial(ahead_drafter, load, draft.limits.depth, draft.limits.min_probability, draft.context)
     return ParallelDraft(draft, DraftProcess(make))
 
 
@@ -478,20 +480,21 @@ OWN: Mapping[str, Kind] = {
             "chains": "1",
             "branching": "3-2-1",
             "min_probability": "0",
+            "context": "1024",
             "async": "1",
         },
         "a smaller model, best with the same tokenizer, without MODEL the one trained for the target, or the embedded "
         "one: a chain, several chains that are merged where they agree, or by branching a tree of so many guesses at "
-        "each depth; no further below a token of less than min_probability; with async=1 another process drafts on "
-        "while the target verifies",
+        "each depth; no further below a token of less than min_probability; of a long text it sees the first and the "
+        "last tokens, context in all; with async=1 another process drafts on while the target verifies",
         widest={"num_speculative_tokens": "12"},
     ),
     "self": Kind(
         "truedraft.drafters.self_draft:SelfDraft",
         "int8|int4",
-        {"num_speculative_tokens": "4"},
-        "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target: no second model "
-        "and no training",
+        {"num_speculative_tokens": "4", "context": "1024"},
+        "the target itself with weights of 8 or 4 bits, which reads the keys and values of the target, with context of "
+        "so many tokens only: no second model and no training",
         parts={"model": "truedraft.drafters.specs:fewer_bits"},
         widest={"num_speculative_tokens": "8"},
         paths=("int8", "int4"),

@@ -23,22 +23,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from truedraft.core.tree import TreeShape
-from truedraft.models.cache import WIDEST_GAP, key_span
+from truedraft.models.cache import FIRST, WIDEST_GAP, key_span
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 _LONGEST_KEPT = 512  # longest chain with a cached mask
 
 
 class AttentionPattern(ABC):
-    """The earlier positions that a layer may see: one contiguous run that ends with the query's own."""
+    """The earlier positions that a layer may see: one run that ends with the query's own, and the first `sink`."""
+
+    sink: int = 0
 
     @abstractmethod
     def first(self, position: Position) -> Position:
-        """The first position that a query at `position` may see; 0 or less if it sees all."""
+        """The first position of the run that a query at `position` may see; 0 or less if it sees all."""
 
     def reaches(self, positions: int) -> bool:
         """Whether a query at the last of `positions` positions sees all of them."""
-        return self.first(positions - 1) <= 0
+        return self.first(positions - 1) <= self.sink
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, broadcast from positions: True where a query may not see a key."""
+        return (key > query) | ((key < self.first(query)) & (key >= self.sink))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,10 @@ class Full(AttentionPattern):
 
 @dataclass(frozen=True, slots=True)
 class Window(AttentionPattern):
-    """The last `size` positions, the query's own included."""
+    """The last `size` positions, the query's own included, and the first `sink` ones."""
 
     size: int
+    sink: int = 0
 
     def first(self, position: Position) -> Position:
         return position - self.size + 1
@@ -204,21 +211,22 @@ def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
 
 
 def layout_of(
-    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device
+    shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device, dropped: int = 0
 ) -> SegmentLayout:
-    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on."""
+    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on.
+
+    `dropped` tokens before these, from `FIRST` on, are not cached.
+    """
     slots = length + (len(shape) if shape.is_chain else shape.depth)
     span = key_span(slots)
-    reaches = pattern.reaches(length + shape.depth)
+    reaches = pattern.reaches(length + dropped + shape.depth)
     if shape.is_chain and reaches:
         return ChainLayout(Blocked(length, _later_nodes(len(shape), device)[written : len(shape), : span - length]))
     # Slots are not positions in a tree, so positions are compared; along a path the two are equal again.
-    query = length - 1 + torch.tensor(shape.depths[written:], device=device)
+    query = length + dropped - 1 + torch.tensor(shape.depths[written:], device=device)
     first = length if reaches else 0
     key = torch.arange(first, span, device=device)
-    hidden = key[None, :] > query[:, None]
-    if not reaches:
-        hidden |= key[None, :] < pattern.first(query)[:, None]
+    hidden = pattern.hides(query[:, None], torch.where(key < FIRST, key, key + dropped))
     if shape.is_chain:
         return ChainLayout(Blocked(first, hidden))
     return TreeLayout(length, paths_of(shape, written, device), Blocked(first, hidden))

@@ -12,25 +12,35 @@ from truedraft.core import transfers
 from truedraft.errors import ModelError
 from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring, SegmentLayout, layout_of
 from truedraft.models.base import Segment
+from truedraft.models.cache import stored_place
 
 _MASKED_ROWS = 256  # rows with scores in memory at the same time
 
 
 @dataclass(slots=True)
 class SegmentPlan:
-    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device."""
+    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device.
+
+    `dropped` tokens of the text are not cached (`truedraft.models.cache.bounded`).
+    """
 
     segment: Segment
     start: int
     count: int
     length: int
     device: torch.device
+    dropped: int = 0
     layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
+
+    def first(self, pattern: AttentionPattern) -> list[int]:
+        """The first key/value position that each row sees; 0 or less if it sees all."""
+        before, depths = self.length + self.dropped - 1, self.segment.shape.depths[self.segment.written :]
+        return [stored_place(pattern.first(before + depth), self.dropped) for depth in depths]
 
     def layout(self, pattern: AttentionPattern) -> SegmentLayout:
         if pattern not in self.layouts:
-            segment = self.segment
-            self.layouts[pattern] = layout_of(segment.shape, segment.written, self.length, pattern, self.device)
+            shape, written = self.segment.shape, self.segment.written
+            self.layouts[pattern] = layout_of(shape, written, self.length, pattern, self.device, self.dropped)
         return self.layouts[pattern]
 
 
@@ -67,14 +77,14 @@ class ForwardPlan:
         positions: list[int] = []
         rows: list[int] = []
         for segment in segments:
-            written, length = segment.written, segment.cache.length
+            written, cache = segment.written, segment.cache
             count = len(segment.shape) - written
             if len(segment.tokens) != count:
                 raise ModelError(f"{len(segment.tokens)} tokens are given for {count} nodes; give one for each new one")
-            segment.cache.reserve(written + count, written)
+            cache.reserve(written + count, written)
             start = len(positions)
-            plans.append(SegmentPlan(segment, start, count, length, device))
-            first = length - 1 + segment.cache.family.shift
+            plans.append(SegmentPlan(segment, start, count, cache.stored, device, cache.dropped))
+            first = cache.length - 1 + cache.family.shift
             positions.extend(first + depth for depth in segment.shape.depths[written:])
             rows.extend(start + row for row in segment.rows)
         tokens = _on_device([segment.tokens for segment in segments], device)

@@ -67,10 +67,10 @@ class MarkovModel(LanguageModel):
 
 
 def _pairs(segment: Segment) -> list[tuple[int, int]]:
-    cache, shape, begin = segment.cache, segment.shape, max(segment.cache.length - 1, 0)
+    cache, shape, begin = segment.cache, segment.shape, max(segment.cache.stored - 1, 0)
     cache.reserve(len(shape), segment.written)
     ids = segment.tokens.to(torch.float64).view(1, -1, 1)
-    keys = cache.write(0, ids, ids)[0][0, 0, begin : cache.length + len(shape)]
+    keys = cache.write(0, ids, ids)[0][0, 0, begin : cache.stored + len(shape)]
     stored = [int(token) for token in keys.tolist()]
     if not cache.length:  # before the text there is token 0
         stored.insert(0, 0)

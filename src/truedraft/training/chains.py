@@ -50,7 +50,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
 
     drafter: ClassVar[type[LevelDrafter[Any, Any]]]
     decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
-        "length", "layers", "inner", "kv_heads", "draft_vocab", "loss", "by_acceptance",
+        "length", "layers", "inner", "kv_heads", "draft_vocab", "sliding_window", "sink", "loss", "by_acceptance",
     }  # fmt: skip
 
     @classmethod
@@ -70,6 +70,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         super().__post_init__()
         check_whole("length", self.length, 1)
         check_whole("draft_vocab", self.draft_vocab, 0)
+        check_whole("sliding_window", self.sliding_window, 0)
+        check_whole("sink", self.sink, 0)
         if not self.distillation_loss.reads_target or "ce" in self.loss:
             raise OptionError("must compare distributions, for the draft may not have a text's token", field="loss")
         if self.stage != 1:
@@ -91,6 +93,8 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
             "inner": 8 * width // 3 if self.inner is None else self.inner,
             "draft_vocab": self.draft_vocab if fewer else 0,
             "own_output": not self.tied or fewer,
+            "windows": (self.sliding_window,) if self.sliding_window else (),
+            "sink": self.sink,
         }
 
     @abstractmethod

@@ -79,6 +79,8 @@ class LayerHeadOptions(HeadSizeOptions):
     kv_heads: int | None = option(None, "Heads of keys and values.", "N", shown_default="as many as of queries")
     inner: int | None = option(None, "Width inside the MLP.", "N", shown_default="8/3 of the target's width")
     draft_vocab: int = option(8192, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N")
+    sliding_window: int = option(0, "Tokens that its layers see, the last ones; 0 is all.", "N", name="--window")
+    sink: int = option(0, "First tokens of a text that layers with --window see, too.", "N")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,14 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "gated": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "gated"})),
     "recurrent": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "rnn", "confidence_reads_token": False})),
     "DFlash 2": (DFlash2Head, FLASH2),
+    "DFlash 2, windows": (DFlash2Head, replace(FLASH2, windows=(5, 0), sink=2)),
+    "EAGLE-3, window": (Eagle3Head, replace(EAGLE, windows=(5,), rope_start=1)),
+    "EAGLE-3, window and first tokens": (Eagle3Head, replace(EAGLE, windows=(5,), sink=2)),
+    "P-EAGLE, windows": (PEagleHead, replace(PEAGLE, windows=(5, 0, 4), sink=1)),
+    "DFlash, windows": (DFlashHead, replace(BLOCK, windows=(5, 0), sink=2)),
+    "DSpark, causal windows": (DSparkHead, replace(BLOCK, **MARKOV, windows=(0, 5), window_causal=True)),
+    "P-EAGLE, long windows": (PEagleHead, replace(PEAGLE, windows=(0, 70, 70))),
+    "DFlash, long windows": (DFlashHead, replace(BLOCK, windows=(70, 0))),
 }
 
 
@@ -113,8 +121,12 @@ def test_chains_are_what_the_page_says(name: str) -> None:
 
 @on_all_backends
 @pytest.mark.parametrize(
-    "name", ["EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent", "DFlash 2"]
-)
+    "name",
+    [
+        "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent", "EAGLE-3, window",
+        "P-EAGLE, windows", "DSpark, causal windows", "DFlash 2",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}], ids=["chain", "tree"])
 @torch.inference_mode()
 def test_draws_of_sampled_requests_have_the_pages_distributions(name: str, backend: str, options: Any) -> None:
@@ -298,6 +310,9 @@ SENSELESS: dict[str, tuple[dict[str, Any], str]] = {
     "another Markov head": ({"markov": 4, "markov_kind": "lstm"}, "vanilla, gated, rnn"),
     "a token that nobody embeds": ({"confidence": True, "confidence_reads_token": True}, "Markov head's embedding"),
     "no flag": ({"from_anchor": 1}, "must be true or false"),
+    "windows of other layers": ({"windows": (9, 9, 9)}, "are 3, and it has 2 layers"),
+    "a window within a draft": ({"windows": (3,)}, "more than the 3 tokens that are drafted, got 3"),
+    "first tokens of all": ({"sink": 4}, "how many first tokens layers with a window see, got 4"),
 }
 
 

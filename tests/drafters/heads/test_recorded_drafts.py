@@ -31,6 +31,7 @@ SHAPED = SamplingParams(max_tokens=12, presence_penalty=0.5, ignore_eos=True)
 TEXTS = [PROMPTS[0], PROMPTS[1], [(7 * place + 1) % VOCAB for place in range(90)]]
 NAMES = [
     "EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent", "DFlash 2",
+    "P-EAGLE, long windows", "DFlash, long windows",
 ]  # fmt: skip
 
 
@@ -86,6 +87,18 @@ def test_chains_are_those_drafted_level_by_level(
     ours, theirs = (drafted(name, params, recorded) for recorded in (True, False))
     assert_equal(ours, theirs)
     assert max(len(ids) for _, ids, *_ in ours[1]) >= 3
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "P-EAGLE, long windows", "DFlash", "recurrent"])
+@pytest.mark.parametrize("options", [{}, {"nodes": 9, "beams": 3}], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_bounded_contexts(name: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of what is dropped are given back."""
+    monkeypatch.setitem(globals(), "TEXTS", [[(7 * each + 1) % VOCAB for each in range(n)] for n in (121, 30, 200)])
+    monkeypatch.setattr(transfers, "waits", lambda device: True)
+    ours, theirs = (drafted(name, [GREEDY], recorded, context=128, **options) for recorded in (True, False))
+    assert_equal(ours, theirs)
+    assert ours[2]._running[0].pool._pages.count <= 64, "of 16 tokens each, by doubling"
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,20 @@ def test_later_turns_are_drafted_for_as_from_the_beginning(name: str, backend: s
     assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
 
 
+@pytest.mark.parametrize("backend", ["stock", "graphs"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash"])
+@torch.inference_mode()
+def test_bounded_contexts_share_what_they_dropped(name: str, backend: str) -> None:
+    """The target copies as much of a prompt as without a drafter; drafts are those from the beginning."""
+    model = target(backend)
+    recorder = HostRecorder() if backend == "graphs" else None
+    sharing, alone = (test_recorded_drafts.drafter(name, recorder, context=128) for _ in range(2))
+    copied, answers = turns(Engine(model, sharing, controller="fixed", prefix_cache_bytes=KEPT))
+    assert (copied, answers) == turns(Engine(model, prefix_cache_bytes=KEPT)) and copied[1:] == [128, 128]
+    assert answers == turns(Engine(model, alone, controller="fixed", prefix_cache_bytes=0))[1]
+    assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
+
+
 @pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent", "DFlash 2"])
 @torch.inference_mode()
 def test_pages_of_recorded_heads_are_shared_and_all_given_back(name: str) -> None:

@@ -72,14 +72,14 @@ def test_a_round_trip_is_bit_for_bit(name: str, changes: Any, tmp_path: Path) ->
 
 
 def test_a_published_folder_is_read(tmp_path: Path) -> None:
-    """As that for Qwen3.8-27B, with full attention in place of windows; block_size is inside alone."""
-    made = head(rope={"rope_type": "default", "rope_theta": 1e7}, most_positions=262_144)
+    """As that for Qwen3.8-27B, with windows; block_size is inside alone."""
+    made = head(rope={"rope_type": "default", "rope_theta": 1e7}, most_positions=262_144, windows=(2048, 2048))
     about = {
         "architectures": ["DFlash2DraftModel"], "attention_bias": False, "dtype": "bfloat16", "head_dim": 16,
         "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 64, "is_causal": False,
-        "layer_types": ["full_attention"] * 2, "max_position_embeddings": 262_144, "model_type": "qwen3",
+        "layer_types": ["sliding_attention"] * 2, "max_position_embeddings": 262_144, "model_type": "qwen3",
         "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_target_layers": 64,
-        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "sliding_window": None,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "sliding_window": 2048,
         "tie_word_embeddings": False, "vocab_size": 97,
         "dflash_config": {"block_size": 4, "mask_token_id": 96, "target_layer_ids": [0, 2, 5], **SELECTING},
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_published_folder_is_read(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = [
     ({"block_size": 8}, lambda _: None, "block_size is 8 there, and 4 in its dflash_config"),
-    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 64}, lambda _: None, "a window of the context"),
+    ({"layer_types": ["sliding_attention"] * 2}, lambda _: None, "its sliding_window is None"),
     ({"is_causal": True}, lambda _: None, "is_causal is True"),
     ({"hidden_size": 50}, lambda _: None, "groups divide 50 entries"),
     *(

@@ -34,7 +34,7 @@ def forward(cache: RequestCache, tokens: Sequence[float], written: int = 0) -> l
     """As a model would: reserve, then write in every attention call; a token's entries carry its number and call's."""
     cache.reserve(written + len(tokens), written)
     views = []
-    end = cache.length + written + len(tokens)
+    end = cache.stored + written + len(tokens)
     for call in range(CALLS):
         column = torch.tensor([token + 1000.0 * call for token in tokens])[None, :, None]
         keys = column.expand(HEADS, -1, KEY_WIDTH)

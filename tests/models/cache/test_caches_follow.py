@@ -31,12 +31,17 @@ draft = cache(noisy)
 
 
 def assert_fresh(cache: RequestCache, model: LanguageModel, tokens: Sequence[int]) -> None:
-    """The cache holds exactly `tokens`, as if they had been computed now, in one forward."""
+    """The cache holds exactly `tokens`, as if they had been computed now, in one forward; or what its bounds leave."""
     assert cache.length == len(tokens)
     fresh = model.new_cache()
-    model.forward([Segment(fresh, torch.tensor(list(tokens)), chain_shape(len(tokens)), ())])
+    fresh.bound(cache.bounds)
     with torch.inference_mode():
-        fresh.commit(range(len(tokens)))
+        while count := fresh.make_room(len(tokens) - fresh.length):
+            ids = torch.tensor(list(tokens[fresh.length :][:count]))
+            model.forward([Segment(fresh, ids, chain_shape(count), ())])
+            fresh.commit(range(count))
+        if cache.dropped > fresh.dropped:
+            fresh.make_room(1)
         for held, expected in zip(cache.entries(), fresh.entries(), strict=True):
             for ours, theirs in zip(held, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
@@ -117,16 +122,16 @@ def run(
     return requests
 
 
-def chain(noise: float = 0.06) -> Watched:
-    return Watched(draft(FAMILY, noise), num_speculative_tokens=4)
+def chain(context: int | None = None) -> Watched:
+    return Watched(draft(FAMILY, 0.06), num_speculative_tokens=4, context=context)
 
 
-def tree(noise: float = 0.12) -> Watched:
-    return Watched(draft(FAMILY, noise), branching=(3, 2, 1))
+def tree(context: int | None = None) -> Watched:
+    return Watched(draft(FAMILY, 0.12), branching=(3, 2, 1), context=context)
 
 
-def chains() -> Watched:
-    return Watched(draft(FAMILY, 0.12), num_speculative_tokens=3, chains=3)
+def chains(context: int | None = None) -> Watched:
+    return Watched(draft(FAMILY, 0.12), num_speculative_tokens=3, chains=3, context=context)
 
 
 @pytest.mark.parametrize("drafter", [None, PromptLookup(max_ngram=2, min_ngram=1)], ids=["none", "prompt-lookup"])
@@ -169,6 +174,19 @@ def test_after_budgets_that_change(make: Callable[[], Watched]) -> None:
         run(drafter, Script(*budgets))
         assert drafter.pauses > 10 or budgets is not PAUSES
         assert min(drafter.kept_in_full, drafter.kept_in_part) > 0
+
+
+@pytest.mark.parametrize("make", [chain, tree, chains])
+@pytest.mark.parametrize("budgets", [(None,), PAUSES])
+def test_bounded_contexts(make: Callable[..., Watched], budgets: Sequence[Budget | None]) -> None:
+    """Of a model with windows; accepted tokens are read again where they see less than when they were drafted."""
+    drafter = make(context=128)
+    texts = [[(5 * place * place + place) % 97 for place in range(length)] for length in (115, 180, 20)]
+    engine = Engine(target(FAMILY), drafter, controller=Script(*budgets), entropy=3)
+    answers = engine.generate(texts, SamplingParams(max_tokens=COUNT))
+    assert not any(each.warnings or each.stats.recoveries for each in answers)
+    assert drafter.proposals > 20 and drafter.kept_in_part > 0
+    assert drafter.model.pool is not None and drafter.model.pool.in_use == 0
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:

@@ -21,7 +21,7 @@ from truedraft.drafters.heads.head import (
     unnamed_target,
     write_published,
 )
-from truedraft.drafters.heads.layers import LayerConfig, LayerHead
+from truedraft.drafters.heads.layers import LayerConfig, LayerHead, is_whole
 from truedraft.errors import ModelError, OptionError
 from truedraft.files import object_of
 
@@ -34,6 +34,7 @@ _SIZES = {
     "intermediate_size": "inner",
     "vocab_size": "vocab_size",
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _Head = TypeVar("_Head", bound=LayerHead)
 
 
@@ -101,9 +102,6 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
             raise OptionError(f"{name} is {value!r}, which is not supported")
     if (scale := record.get("logit_scale", 1.0)) != 1.0:
         raise OptionError(f"logit_scale is {scale!r}, and heads are read where it is 1.0")
-    types = layer.get("layer_types") or (["sliding_attention"] if layer.get("use_sliding_window") else [])
-    if set(types) - {"full_attention"}:
-        raise OptionError("some of its layers see only a window of the context, which is not supported")
     if record.get("target_hidden_size") not in (None, layer["hidden_size"]):
         raise OptionError(f"it is {layer['hidden_size']} wide, and its target {record['target_hidden_size']}")
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
@@ -117,7 +115,35 @@ def layer_sizes(record: Mapping[str, Any], layer: Mapping[str, Any], weights: Ma
         "rope": {"rope_type": older, "rope_theta": layer.get("rope_theta", 10000.0), **rope},
         "most_positions": layer.get("max_position_embeddings", 4096),
         "eps": layer.get("rms_norm_eps", 1e-6),
+        "windows": _windows(layer),
     }
+
+
+def _windows(layer: Mapping[str, Any]) -> tuple[int, ...]:
+    """The window of each layer, 0 where it sees all; () if all layers do."""
+    count, window = layer.get("num_hidden_layers", 1), layer.get("sliding_window")
+    slides = layer.get("use_sliding_window", window is not None)
+    first = layer.get("max_window_layers", 0) if slides else count
+    types = layer.get("layer_types") or [_FULL] * min(first, count) + [_SLIDING] * (count - first)
+    if unknown := sorted({*types} - {_FULL, _SLIDING}):
+        raise OptionError(f"its layers are of the type {unknown[0]!r}, and heads are read with {_FULL} and {_SLIDING}")
+    if _SLIDING not in types:
+        return ()
+    if window is None or not is_whole(window, 1):
+        raise OptionError(f"some of its layers are {_SLIDING}, and its sliding_window is {window!r}")
+    return tuple(window if each == _SLIDING else 0 for each in types)
+
+
+def _windows_record(config: LayerConfig) -> dict[str, Any]:
+    """The windows of layers in transformers' format, {} without any; ModelError if it has no words for them."""
+    sizes = sorted({*config.windows} - {0})
+    if config.sink or len(sizes) > 1:
+        raise ModelError(
+            "this format has one window for all layers with one, which sees no first tokens beside it; keep this head "
+            "in truedraft's own folder, or train one without --sink"
+        )
+    types = [_SLIDING if each else _FULL for each in config.windows]
+    return {"layer_types": types, "sliding_window": sizes[0], "use_sliding_window": True} if sizes else {}
 
 
 def _draft_ids(config: LayerConfig, weights: dict[str, Tensor], file: Path, ids_in_d2t: bool) -> Tensor | None:
@@ -153,6 +179,7 @@ def layer_record(config: LayerConfig, count: int, family: str) -> dict[str, Any]
         "rms_norm_eps": config.eps,
         "rope_parameters": dict(config.rope),
         "tie_word_embeddings": False,
+        **_windows_record(config),
     }
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from truedraft.drafters.heads.head import MOST_MODULES, Head
 from truedraft.errors import OptionError
+from truedraft.models.attention import AttentionPattern, Full, Window
+from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel
@@ -38,6 +40,8 @@ class LayerConfig(ABC):
         draft_vocab: size of a reduced vocabulary; 0 is the target's.
         own_output, own_embedding: whether it has its own LM head and embedding; otherwise it uses the target's.
         rope: parameters of its rotary embedding, as in transformers.
+        windows: how many positions each decoder layer sees, 0 for all of them; one number is of every layer.
+        sink: first positions that layers with a window see, too.
     """
 
     noun: ClassVar[str]
@@ -61,9 +65,13 @@ class LayerConfig(ABC):
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     most_positions: int = 4096
     eps: float = 1e-6
+    windows: tuple[int, ...] = ()
+    sink: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        windows = tuple(self.windows)
+        object.__setattr__(self, "windows", windows * (self.decoders if len(windows) == 1 else 1))
         for name in ("width", "vocab_size", "heads", "kv_heads", "head", "inner", "most_positions", *self.counts):
             if not is_whole(value := getattr(self, name), 1):
                 raise OptionError(f"{name} of {self.noun} must be 1 or more, got {value!r}")
@@ -88,6 +96,39 @@ class LayerConfig(ABC):
             raise OptionError(f"the mask token is an id below {self.vocab_size}, got {self.mask!r}")
         if self.draft_vocab and not self.own_output:
             raise OptionError("a head with fewer ids than the target needs an LM head of its own")
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        if self.windows and len(self.windows) != self.decoders:
+            raise OptionError(f"are {len(self.windows)}, and it has {self.decoders} layers", field="windows")
+        for window in self.windows:
+            if not is_whole(window, 0) or 0 < window <= self.reach:
+                raise OptionError(
+                    f"is 0, all positions, or more than the {self.reach} tokens that are drafted, got {window!r}",
+                    field="sliding_window",
+                )
+        if not is_whole(self.sink, 0) or (self.sink and not any(self.windows)):
+            raise OptionError(f"is how many first tokens layers with a window see, got {self.sink!r}", field="sink")
+
+    @property
+    @abstractmethod
+    def reach(self) -> int:
+        """Number of drafted tokens."""
+
+    @property
+    @abstractmethod
+    def decoders(self) -> int:
+        """Number of decoder layers."""
+
+    @property
+    def patterns(self) -> tuple[AttentionPattern, ...]:
+        """What each decoder layer sees."""
+        return tuple(Window(size, self.sink) if size else Full() for size in self.windows or (0,) * self.decoders)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether CUDA graphs support its windows: with no first tokens, and longer than what one graph reads."""
+        return not self.sink and all(not size or size > MOST_RECORDED_TOKENS for size in self.windows)
 
     @property
     def mask(self) -> int | None:

@@ -39,9 +39,10 @@ from truedraft.errors import CompositionError, OptionError
 from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import Choose, LanguageModel
-from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache import CachePool, RequestCache, bounded
 
 BEAMS = 8
+UNRECORDED_WINDOWS = "its windows are too short for that, or keep first tokens, or hide later rows of a block"
 
 
 class LevelRunner(Protocol):
@@ -107,6 +108,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         min_probability: draft no further below a token that the head gave less than this; the token stays.
         nodes: size of the likeliest tree, and the maximum for a tree of draws.
         beams: open nodes per level of the likeliest tree, and tokens that each proposes.
+        context: most tokens of a text that it sees and keeps, the first and the last ones (`BoundedContext`).
     """
 
     observes_lazily = False
@@ -122,8 +124,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         min_probability: float = 0.0,
         nodes: int | None = None,
         beams: int = BEAMS,
+        context: int | None = None,
     ) -> None:
         super().__init__(head)
+        self.context = context
+        self._bounds = bounded(context, drops=True, name=self.name)
         self.features = self._features()
         length = head.reach if num_speculative_tokens is None else num_speculative_tokens
         check_nodes("num_speculative_tokens", length)
@@ -184,7 +189,11 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         unread = max(read, 1) * target.head_width * target.dtype.itemsize
         runner = self._running[0]
         self._shared.layers = runner.layers
-        self.held.request_bytes, self.held.token_bytes = 0, unread + (0 if runner.records else runner.token_bytes)
+        bounded(self.context, drops=runner.pool.drops, name=target.name)
+        cached = 0 if runner.records else runner.token_bytes
+        kept = 0 if self.context is None else self.context + self._most_drafted
+        self.held.request_bytes = cached * kept
+        self.held.token_bytes = unread + (0 if kept else cached)
         self.held.heads = self._heads()
 
     def with_head(self, head: HeadT) -> Self:
@@ -200,7 +209,7 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         self._shared.prefixes.trim(0)  # made by other weights
 
     def _new_texts(self) -> HeadTexts:
-        return HeadTexts(self._read, self._reads_pairs, lambda: self._running[0].pool)
+        return HeadTexts(self._read, self._reads_pairs, lambda: self._running[0].pool, bounds=self._bounds)
 
     @property
     def _texts(self) -> dict[int, LayerText]:
@@ -208,7 +217,8 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
 
     def _heads(self) -> list[HeadCaches]:
         runner = self._running[0]
-        return [HeadCaches(runner.pool, self._shared.caches, self._most_drafted)] if runner.records else []
+        caches, drafted = self._shared.caches, self._most_drafted
+        return [HeadCaches(runner.pool, caches, drafted, self.context)] if runner.records else []
 
     @property
     def _most_drafted(self) -> int:
@@ -218,8 +228,13 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         """The previous runner for the target, so that its pages are reused."""
         return self._runner if target is self._runs_with else None
 
+    def _unrecorded(self, why: str) -> None:
+        detail = f"its drafts are not recorded as CUDA graphs: {why}"
+        self.note = "; ".join(filter(None, [self.head.record.note, detail]))
+
     def _held_tokens(self) -> int:
-        return sum(text.cache.length + text.unread_rows for text in list(self._texts.values()))
+        texts = list(self._texts.values())
+        return sum(text.unread_rows + (text.cache.length if self.context is None else 0) for text in texts)
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:
         return TopK.of(logits, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import overload
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from truedraft.drafters.base import DraftRequest
 from truedraft.errors import first_line
-from truedraft.models.cache import CachePool, PrefixCache, RequestCache
+from truedraft.models.cache import BoundedContext, CachePool, PrefixCache, RequestCache
 
+READ_TOKENS = 512
+"""Most rows of a text that are read at once."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,9 +79,10 @@ class HeadTexts:
     Their rows depend on the target's hidden states, and for pairs on the next token, so shared ones are computed once.
 
     Args:
-        read: appends rows to a cache and commits them; called with the tokens after these rows and the target's hidden
-            states `[rows, layers * width]`.
+        read: appends up to `READ_TOKENS` rows to a cache and commits them; called with the tokens after these rows and
+            the target's hidden states `[rows, layers * width]`.
         pairs: whether a row reads a hidden state and the next token.
+        bounds: of the caches; None: they keep whole texts.
     """
 
     def __init__(
@@ -87,8 +91,9 @@ class HeadTexts:
         pairs: bool,
         pool: Callable[[], CachePool],
         layers: int = 1,
+        bounds: BoundedContext | None = None,
     ) -> None:
-        self._read, self._pairs, self._pool, self.layers = read, pairs, pool, layers
+        self._read, self._pairs, self._pool, self.layers, self._bounds = read, pairs, pool, layers, bounds
         self.texts: dict[int, LayerText] = {}
         self.caches: dict[int, RequestCache] = {}
         self.prefixes = PrefixCache()
@@ -101,6 +106,8 @@ class HeadTexts:
     def begin(self, request: DraftRequest) -> None:
         """Synthetic requests, and texts that the target has partly read, are not shared."""
         cache = self.caches[request.id] = self.pool.acquire()
+        if self._bounds is not None:
+            cache.bound(self._bounds, partial(self.prefixes.keep, request.id))
         self.texts[request.id] = LayerText(cache)
         if request.kept and request.cache is not None and not request.cache.length and request.tokens:
             tokens = PairTokens(request.tokens) if self._pairs else request.tokens
@@ -148,13 +155,24 @@ class HeadTexts:
         self._shared.pop(number, None)
         self.prefixes.leave(number)
 
+    def unread(self, request: DraftRequest, most: int = READ_TOKENS) -> Tensor:
+        """Hidden states `[rows, layers * width]` of at most `most` unread rows, which one forward can read.
+
+        Those before them are read; the last row never is, which the next draft needs.
+        """
+        text = self.texts[request.id]
+        rows = text.unread_rows
+        while (count := min(text.cache.make_room(rows), READ_TOKENS)) < rows or rows > most:
+            count, vectors = min(count, rows - 1), text.vectors()
+            first = text.length + 1
+            self._read(text.cache, request.tokens[first : first + count], vectors[:count])
+            text.length, text.unread = text.cache.length, [vectors[count:]]
+            rows -= count
+        return text.vectors()
+
     def _read_unread(self, number: int) -> None:
         """Except the last row, which the next draft needs."""
-        text, request = self.texts[number], self._shared[number]
+        text = self.texts[number]
         text.start()
         if text.unread_rows > 1:
-            vectors = text.vectors()
-            first, rows = text.length + 1, text.unread_rows - 1
-            self._read(text.cache, request.tokens[first : first + rows], vectors[:rows])
-            text.length = text.cache.length
-            text.unread = [vectors[rows:]]
+            self.unread(self._shared[number], 1)

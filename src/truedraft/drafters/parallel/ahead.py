@@ -160,10 +160,11 @@ class AheadDrafter:
 
 
 def ahead_drafter(
-    load: Callable[[], LanguageModel], num_speculative_tokens: int, min_probability: float
+    load: Callable[[], LanguageModel], num_speculative_tokens: int, min_probability: float, context: int | None = None
 ) -> AheadDrafter:
     """The drafter of the other process; `load` loads its model."""
-    return AheadDrafter(DraftModel(load(), num_speculative_tokens, min_probability=min_probability))
+    drafter = DraftModel(load(), num_speculative_tokens, min_probability=min_probability, context=context)
+    return AheadDrafter(drafter)
 
 
 def _verdict(text: _Text) -> KeyedNoise:

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.drafters.heads.layers import bits_for, copied, packed
-from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree
+from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDrafter, Tree
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead
-from truedraft.models.attention import Blocked, ChainLayout, Scoring
+from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphBlocks
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
-from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache import FIRST, CachePool, RequestCache
 from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
@@ -58,7 +58,8 @@ class BlockRunner:
     def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
         config, like = self.head.config, self.head.norm.weight
         sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
-        return GraphBlocks(self, self._table, config.block, sizes, width, like, config.most_positions, recorder, before)
+        block, patterns, most = config.block, config.patterns, config.most_positions
+        return GraphBlocks(self, self._table, block, patterns, sizes, width, like, most, recorder, before)
 
     @property
     def warmups(self) -> int:
@@ -125,8 +126,8 @@ class BlockRunner:
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Outputs:
         """The slots of blocks after texts; caches hold all before the anchors."""
-        block = self.head.config.block
-        layouts = [_block_layout(each.length, block, self.device) for each in caches]
+        block, seen = self.head.config.block, list(zip(self.head.config.patterns, self.head.config.causal, strict=True))
+        layouts = [{own: _block_layout(each, block, *own, self.device) for own in {*seen}} for each in caches]
         for cache in caches:
             cache.reserve(block)
 
@@ -135,7 +136,7 @@ class BlockRunner:
             parts = (each.transpose(0, 1).split(block, dim=1) for each in (query, key, value))
             for cache, layout, *own in zip(caches, layouts, *parts, strict=True):
                 keys, values = cache.write(call, own[1], own[2])
-                mixed.append(layout.attend(own[0], keys, values, self._scoring))
+                mixed.append(layout[seen[call]].attend(own[0], keys, values, self._scoring))
             return torch.cat(mixed).flatten(1)
 
         return self.slots(anchors, self._positions([range(e.length, e.length + block) for e in caches]), attend)
@@ -151,10 +152,20 @@ class BlockRunner:
         return transfers.upload([place for each in places for place in each], self.device)
 
 
-def _block_layout(length: int, block: int, device: torch.device) -> ChainLayout:
-    """Rows see `length` keys and their own block, but no unused slots."""
-    hidden = torch.arange(key_span(length + block) - length, device=device) >= block
-    return ChainLayout(Blocked(length, hidden.expand(block, -1)))
+def _block_layout(
+    cache: RequestCache, block: int, pattern: AttentionPattern, causal: bool, device: torch.device
+) -> ChainLayout:
+    """Rows see what the anchor, after the cached keys, sees of these, and their own block, but no unused slots."""
+    length = cache.stored
+    first = length if pattern.reaches(cache.length + 1) else 0
+    key, anchor = (
+        torch.arange(first, key_span(length + block), device=device),
+        torch.tensor(cache.length, device=device),
+    )
+    rows = torch.arange(block, device=device)[:, None] if causal else block - 1
+    unseen = pattern.hides(anchor, torch.where(key < FIRST, key, key + cache.dropped))
+    hidden = torch.where(key < length, unseen, key > length + rows)
+    return ChainLayout(Blocked(first, hidden.expand(block, -1)))
 
 
 class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
@@ -169,10 +180,10 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     _least = 0.0  # minimum product of the confidence head's probabilities
 
     def _new_runner(self, target: LanguageModel) -> BlockRunner:
-        recorder = self._recorder(target)
+        recorder = self._recorder(target) if self.head.config.recordable else None
         if recorder is None and target.device.type == "cuda":
-            detail = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
-            self.note = "; ".join(filter(None, [self.head.record.note, detail]))
+            forwards = f"the forwards of {target.name} are not"
+            self._unrecorded(forwards if self.head.config.recordable else UNRECORDED_WINDOWS)
         return self.runs(self.head, target, recorder, self._replaced(target))
 
     @property
@@ -189,16 +200,16 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
-        texts = [self._texts[tree.request.id] for tree in trees]
-        caches, vectors = [text.cache for text in texts], [text.vectors() for text in texts]
+        vectors = [self._shared.unread(tree.request) for tree in trees]
+        caches = [self._texts[tree.request.id].cache for tree in trees]
         anchors = [tree.request.tokens[-1] for tree in trees]
         return self._running[0].run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         runner = self._running[0]
-        texts = [self._texts[tree.request.id] for tree in level]
+        vectors = [self._shared.unread(tree.request) for tree in level]
         anchors = [tree.request.tokens[-1] for tree in level]
-        slots = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
+        slots = runner.run([self._texts[tree.request.id].cache for tree in level], vectors, anchors)
         tokens = transfers.upload(anchors, runner.device)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
@@ -275,6 +286,7 @@ class DSpark(BlockDrafter[DSparkHead]):
         nodes: int | None = None,
         beams: int = BEAMS,
         min_acceptance: float = 0.0,
+        context: int | None = None,
     ) -> None:
         super().__init__(
             head,
@@ -283,6 +295,7 @@ class DSpark(BlockDrafter[DSparkHead]):
             min_probability=min_probability,
             nodes=nodes,
             beams=beams,
+            context=context,
         )
         check_share("min_acceptance", min_acceptance)
         if min_acceptance and head.confidence_head is None:

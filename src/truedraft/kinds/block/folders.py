@@ -36,7 +36,7 @@ _QWEN3 = {  # defaults that transformers omits from a configuration
     "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _ONLY = {
-    "is_causal": False, "causal": False, "use_swa": False, "is_neox_style": True, "rope_is_neox_style": True,
+    "is_causal": False, "is_neox_style": True, "rope_is_neox_style": True,
     "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "use_aux_hidden_state": True,
 }  # fmt: skip
 """Further options in such folders, with the only supported value."""
@@ -95,8 +95,15 @@ def block_sizes(
     """
     nested = SPECULATORS in record
     layer: Mapping[str, Any] = _QWEN3 | record["transformer_layer_config"] if nested else record
+    entries = layer_sizes(record, layer, weights)
+    if named.get("use_swa"):  # Model Optimizer and MiMo: of all layers
+        entries["windows"] = (named["swa_window_size"],)
+    causal = named.get("causal", nested and not named.get("sliding_window_non_causal", False))
+    if not entries["windows"] and named.get("causal"):
+        raise OptionError("causal is True, and heads are read where it is False, or with windows")
     return {
-        **layer_sizes(record, layer, weights),
+        **entries,
+        "window_causal": bool(entries["windows"] and causal),
         "layers": _layers(named, nested),
         "depth": layer["num_hidden_layers"],
         "block": named["block_size"],
@@ -129,8 +136,8 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
             "this format is of DFlash heads that end in the target's LM head (train with --draft-vocab 0) and whose "
             "masks guess their own tokens; write this one as speculators and vLLM read it: --for vllm"
         )
-    about = {"dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}}
-    write_flat(head, folder, target_layers, about)
+    inner = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}
+    write_flat(head, folder, target_layers, {"dflash_config": inner | causal_record(config)})
 
 
 def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
@@ -145,7 +152,7 @@ def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -
             "guesses; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers), "num_anchors": 512}
-    write_flat(head, folder, target_layers, _markov_record(config) | about)
+    write_flat(head, folder, target_layers, _markov_record(config) | about | causal_record(config))
 
 
 def write_flat(head: BlockHead, folder: Path, target_layers: int, about: Mapping[str, Any]) -> None:
@@ -185,6 +192,7 @@ def write_speculators_folder(
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "sample_from_anchor": config.from_anchor,
         **(_markov_record(config) if head.kind == "dspark" else {}),
+        **({"sliding_window_non_causal": not config.window_causal} if config.windows else {}),
         **(more or {}),
     }
     layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
@@ -192,7 +200,13 @@ def write_speculators_folder(
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:
-    return {"attention_bias": False, "layer_types": ["full_attention"] * config.depth}
+    types = {} if config.windows else {"layer_types": ["full_attention"] * config.depth}
+    return {"attention_bias": False, **types}
+
+
+def causal_record(config: BlockConfig) -> dict[str, Any]:
+    """What flat formats say of blocks that are causal in layers with a window; else nothing."""
+    return {"causal": True} if config.window_causal else {}
 
 
 def _markov_record(config: BlockConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from truedraft.drafters.heads.head import Unembed
 from truedraft.drafters.heads.layers import DecoderLayer, LayerConfig, LayerHead, is_whole
 from truedraft.errors import OptionError
+from truedraft.models.attention import AttentionPattern, Full, Window
 from truedraft.models.llama import Rotation
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -35,11 +36,13 @@ class BlockConfig(LayerConfig):
         from_anchor: whether each row guesses the next token, including the anchor's; otherwise masks guess their own.
         markov: entries of the Markov head's embedding of the token before; 0: it has none.
         markov_kind: "vanilla", "gated" by the row's hidden state, or "rnn", which carries a state along the block.
+        windows: how many positions before the anchor each layer's rows see.
+        window_causal: whether rows see no later rows of their block in layers with a window, as in `speculators`.
     """
 
     noun = "a block drafter"
     counts: ClassVar[tuple[str, ...]] = ("block", "depth")
-    flags = ("from_anchor", "confidence", "confidence_reads_token")
+    flags = ("from_anchor", "confidence", "confidence_reads_token", "window_causal")
     usual_layers = 5
 
     block: int
@@ -50,6 +53,7 @@ class BlockConfig(LayerConfig):
     markov_kind: str = "vanilla"
     confidence: bool = False
     confidence_reads_token: bool = False
+    window_causal: bool = False
 
     def __post_init__(self) -> None:
         LayerConfig.__post_init__(self)
@@ -66,6 +70,24 @@ class BlockConfig(LayerConfig):
     @property
     def mask(self) -> int:
         return self.mask_id
+
+    @property
+    def decoders(self) -> int:
+        return self.depth
+
+    @property
+    def patterns(self) -> tuple[AttentionPattern, ...]:
+        """What each layer's rows see of the context: what the anchor's position sees, itself included."""
+        return tuple(Window(size + 1, self.sink) if size else Full() for size in self.windows or (0,) * self.depth)
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """For each layer whether rows see no later rows of their block."""
+        return tuple(self.window_causal and size > 0 for size in self.windows or (0,) * self.depth)
+
+    @property
+    def recordable(self) -> bool:
+        return super(BlockConfig, self).recordable and not self.window_causal
 
     @property
     def reach(self) -> int:

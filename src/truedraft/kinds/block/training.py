@@ -156,30 +156,35 @@ class Blocks(Chains):
         for some in places.split(_AT_ONCE, dim=1):
             embedded = head.inputs(tokens[first + some].flatten(), self.lm_head.embed)
             at = (some.flatten()[:, None] + torch.arange(head.config.block, device=device)).flatten()
-            x = head.vectors(embedded, self._table.at(at), _block_attention(context, some, head.config.block))
+            x = head.vectors(embedded, self._table.at(at), _block_attention(context, some, head.config))
             parts.append(x.unflatten(0, some.shape))
         indices = [text * most + number for text, own in enumerate(anchors) for number in range(len(own))]
         return torch.cat(parts, 1).flatten(0, 1)[torch.tensor(indices, device=device)]
 
 
-def _block_attention(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block: int) -> Attend:
-    """Each row attends to the context before its anchor, and to its own block.
+def _block_attention(context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, config: BlockConfig) -> Attend:
+    """Each row attends to the context before its anchor that its layer sees, and to its own block.
 
     Args:
         context: per layer, keys and values `[texts, tokens, kv_heads, head]`.
         anchors: `[texts, blocks]`: positions.
     """
-    texts, blocks = anchors.shape
+    (texts, blocks), block = anchors.shape, config.block
     positions = torch.arange(context[0][0].shape[1], device=anchors.device)
-    hidden = (positions >= anchors[..., None]).repeat_interleave(block, 1)[:, None]  # [texts, 1, rows, tokens]
+    of_rows = anchors.repeat_interleave(block, 1)[..., None]
+    unseen = [(positions >= of_rows) | pattern.hides(of_rows, positions) for pattern in config.patterns]
+    later = torch.ones(block, block, dtype=torch.bool, device=anchors.device).triu_(1).repeat(blocks, 1)
 
     def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shared = query.shape[1] // key.shape[1]
         seen, read = (each.repeat_interleave(shared, 2) for each in context[number])
         own = [each.unflatten(0, (texts, blocks, block)).repeat_interleave(shared, 3) for each in (key, value)]
         query = query.unflatten(0, (texts, blocks, block))
-        before = torch.einsum("tqhd,tkhd->thqk", query.flatten(1, 2), seen).masked_fill(hidden, -torch.inf)
+        before = torch.einsum("tqhd,tkhd->thqk", query.flatten(1, 2), seen)
+        before = before.masked_fill(unseen[number][:, None], -torch.inf)  # [texts, heads, rows, tokens]
         within = torch.einsum("tbqhd,tbkhd->thbqk", query, own[0]).flatten(2, 3)
+        if config.causal[number]:
+            within = within.masked_fill(later, -torch.inf)
         weights = torch.cat([before, within], -1).mul(1.0 / math.sqrt(query.shape[-1])).softmax(-1)
         before, within = weights.split([seen.shape[1], block], -1)
         mixed = torch.einsum("thqk,tkhd->tqhd", before, read)

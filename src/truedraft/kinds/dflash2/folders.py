@@ -15,7 +15,7 @@ from torch import Tensor
 from truedraft.drafters.exporting import LLAMACPP, SGLANG, Exports, ExportTarget, Way
 from truedraft.drafters.heads.layer_folders import load_layer_folder, named_kind
 from truedraft.errors import ModelError
-from truedraft.kinds.block.folders import block_sizes, named_in, write_flat, write_speculators_folder
+from truedraft.kinds.block.folders import block_sizes, causal_record, named_in, write_flat, write_speculators_folder
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 
 _HEADS = (DFlash2Head,)
@@ -58,7 +58,12 @@ def write_dflash2_folder(head: DFlash2Head, folder: Path, *, target_layers: int)
     """
     config = _usual(head)
     inner = {"block_size": config.block, "mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}
-    write_flat(head, folder, target_layers, {"is_causal": False, "dflash_config": inner | _record(config)})
+    write_flat(
+        head,
+        folder,
+        target_layers,
+        {"is_causal": False, "dflash_config": inner | _record(config) | causal_record(config)},
+    )
 
 
 def write_speculators(head: DFlash2Head, folder: Path, *, target: str = "", family: str = "") -> None:

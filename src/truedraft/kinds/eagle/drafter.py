@@ -17,10 +17,11 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.head import Head
 from truedraft.drafters.heads.layers import Attend, bits_for, copied, packed
-from truedraft.drafters.heads.levels import LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.heads.texts import READ_TOKENS
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
-from truedraft.models.attention import Full, Scoring
+from truedraft.models.attention import Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphPairs
 from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
@@ -30,8 +31,6 @@ from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
 from truedraft.models.packing import ForwardPlan
-
-_READ_TOKENS = 512
 
 
 class PairRunner(LevelRunner, Protocol):
@@ -74,7 +73,7 @@ class Eagle3Runner:
         self._scoring = Scoring(head.config.head**-0.5)
         self.device = target.device
         self._graphs: GraphPairs | None = None
-        if recorder is not None or self.device.type == "cuda":
+        if head.config.recordable and (recorder is not None or self.device.type == "cuda"):
             self._graphs = self._recorded(recorder, None if before is None else before._graphs)
         bits = 0 if self._graphs is not None else bits_for(own)
         self.native = None if self._graphs is not None else _native(own, self._table, bits)
@@ -92,6 +91,7 @@ class Eagle3Runner:
             self._read,
             self._table,
             config.rope_start,
+            config.patterns,
             (1 + config.more_layers, config.kv_heads, config.head),
             (config.width, config.merged * config.width),
             self._head.norm.weight,
@@ -162,8 +162,9 @@ class Eagle3Runner:
         return x, self._target.unembed(leaving) if head.lm_head is None else head.lm_head(leaving)
 
     def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        call = next(calls)
         by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(next(calls), Full(), self._scoring, *by_head).flatten(1)
+        return plan.attend(call, self._head.config.patterns[call], self._scoring, *by_head).flatten(1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens
@@ -174,7 +175,7 @@ class Eagle3Runner:
 def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | None:
     """A head's layers as one native forward, which takes over its weights; None if decoder.c does not support it."""
     config = head.config
-    if head.lm_head is None:
+    if head.lm_head is None or config.sink:
         return None
 
     def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
@@ -182,7 +183,7 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
 
     layers = []
     every: list[Any] = [head.midlayer, *head.layers.values()]
-    for layer in every:
+    for layer, pattern in zip(every, config.patterns, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         layers.append(
             LlamaLayer(
@@ -199,7 +200,7 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
                 kv_heads=config.kv_heads,
                 head=config.head,
                 scaling=config.head**-0.5,
-                pattern=Full(),
+                pattern=pattern,
             )
         )
     llama = Llama(
@@ -264,30 +265,23 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         return found
 
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
-        for first in range(0, len(tokens), _READ_TOKENS):
-            some = torch.tensor(tokens[first : first + _READ_TOKENS])
-            segment = Segment(cache, some, chain_shape(len(some)), ())
-            self._running[0].forward([segment], vectors[first : first + len(some)], True)
-            cache.commit(range(len(some)))
+        segment = Segment(cache, torch.tensor(tokens), chain_shape(len(tokens)), ())
+        self._running[0].forward([segment], vectors, True)
+        cache.commit(range(len(tokens)))
 
     def _ends(
-        self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = _READ_TOKENS
+        self, trees: Sequence[DraftTree], levels: Sequence[int], most: int = READ_TOKENS
     ) -> tuple[list[Segment], Tensor]:
         """Input of one forward: texts' last pairs, at most `most`, what follows, and hidden states `[total, ...]`."""
         segments: list[Segment] = []
         inputs: list[Tensor] = []
         for tree, deep in zip(trees, levels, strict=True):
-            text, request = self._texts[tree.request.id], tree.request
-            tokens, vectors = torch.tensor(request.tokens[-text.unread_rows :]), text.vectors()
-            if len(tokens) > most:
-                first = -(-(len(tokens) - most) // _READ_TOKENS) * _READ_TOKENS
-                first = min(first, len(tokens) - 1)
-                self._read(text.cache, tokens[:first].tolist(), vectors[:first])
-                tokens, vectors = tokens[first:], vectors[first:]
+            cache, vectors = self._texts[tree.request.id].cache, self._shared.unread(tree.request, most)
+            tokens = torch.tensor(tree.request.tokens[-len(vectors) :])
             more, below = self._masks_below(deep)
             count = len(tokens) + len(more)
             rows = range(len(tokens) - 1, count)
-            segments.append(Segment(text.cache, torch.cat([tokens, more]), chain_shape(count), rows))
+            segments.append(Segment(cache, torch.cat([tokens, more]), chain_shape(count), rows))
             inputs += [vectors, below] if len(more) else [vectors]
         return segments, torch.cat(inputs)
 
@@ -304,6 +298,8 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     name: ClassVar[str] = "eagle"
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
+        if target.device.type == "cuda" and not self.head.config.recordable:
+            self._unrecorded(UNRECORDED_WINDOWS)
         return Eagle3Runner(self.head, target, before=self._replaced(target))
 
     def _likeliest(self, logits: Tensor, count: int) -> TopK:

@@ -155,7 +155,7 @@ def _family(config: Eagle3Config) -> str:
 
 _NO_NORMS = {"fc_norm": False, "norm_output": False}
 _NO_QUERY_NORMS = {"query_norms": False}
-_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0}
+_ONE_LAYER = {**_NO_NORMS, **_NO_QUERY_NORMS, "more_layers": 0, "windows": ()}
 
 
 def _with_output(head: Eagle3Head, target: ExportTarget, folder: Path) -> Eagle3Head:

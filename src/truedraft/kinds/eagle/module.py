@@ -57,6 +57,10 @@ class Eagle3Config(LayerConfig):
         if self.fc_norm and self.norm_before_fc:
             raise OptionError("layers are normed together or each for itself, not both")
 
+    @property
+    def decoders(self) -> int:
+        return 1 + self.more_layers
+
     def usual_of(self, count: int) -> tuple[int, ...]:
         """The inputs of layers 2, the middle one and the third last."""
         return (1, count // 2 - 1, count - 4) if count > 6 else ()

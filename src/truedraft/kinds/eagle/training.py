@@ -18,6 +18,7 @@ from truedraft.errors import OptionError
 from truedraft.kinds.eagle.drafter import Eagle3, PEagle
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.kinds.eagle.options import Eagle3SizeOptions, PEagleRunOptions, PEagleSizeOptions
+from truedraft.models.attention import AttentionPattern
 from truedraft.options import check_whole
 from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
 from truedraft.training.texts.self_distillation import WrittenAnswer
@@ -95,7 +96,7 @@ class Unrolled(Chains):
         rows = starts + torch.arange(most, device=device).minimum(last)
         self._table.reach(most + head.reach + head.config.rope_start)
         embedded = self._embed(texts.tokens[rows + 1])
-        x, seen = head.fuse(texts.vectors)[rows], _StepAttention(1 + head.config.more_layers)
+        x, seen = head.fuse(texts.vectors)[rows], _StepAttention(head.config.patterns)
         firsts = list(itertools.accumulate(map(len, chosen), initial=0))
         for step in range(head.reach):
             deep = [[pair for pair, steps in own.items() if steps > step] for own in chosen]
@@ -159,23 +160,24 @@ class Masked(Unrolled):
 
 
 class _StepAttention:
-    """Attention of consecutive steps over all their keys and values so far."""
+    """Attention of consecutive steps over all their keys and values so far, with the pattern of each layer."""
 
-    def __init__(self, layers: int) -> None:
-        self._layers: Iterator[tuple[list[Tensor], list[Tensor]]] = itertools.cycle([([], []) for _ in range(layers)])
+    def __init__(self, patterns: Sequence[AttentionPattern]) -> None:
+        layers: list[tuple[AttentionPattern, list[Tensor], list[Tensor]]] = [(each, [], []) for each in patterns]
+        self._layers = itertools.cycle(layers)
 
     def __call__(self, pairs: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[rows, heads, head]` and twice `[rows, kv_heads, head]` to `[rows, heads * head]`.
 
         The pairs `[texts, rows / texts]` of each step are the first ones of the step before, from the third step on.
         """
-        keys, values = next(self._layers)
+        pattern, keys, values = next(self._layers)
         shared, scale = query.shape[1] // key.shape[1], 1.0 / math.sqrt(query.shape[-1])
         query, rows = query.unflatten(0, pairs.shape), pairs.shape[1]
         keys.append(key.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
         values.append(value.unflatten(0, pairs.shape).repeat_interleave(shared, 2))
-        every = keys[0].shape[1]
-        hidden = torch.arange(every, device=query.device) > pairs[..., None]
+        every, place = keys[0].shape[1], torch.arange(keys[0].shape[1], device=query.device)
+        hidden = (place > pairs[..., None]) | pattern.hides(pairs[..., None] + len(keys) - 1, place)
         scores = torch.einsum("tqhd,tkhd->thqk", query, keys[0]).masked_fill(hidden[:, None], -torch.inf)
         own = [torch.einsum("tqhd,tqhd->thq", query, each[:, :rows])[..., None] for each in keys[1:]]
         weights = torch.cat([scores, *own], -1).mul(scale).softmax(-1)

@@ -193,7 +193,7 @@ class _NotedCache(RequestCache):
 
 class _NotedPool(CachePool):
     def __init__(self, limit: int, notes: deque[_Note]) -> None:
-        super().__init__(limit)
+        super().__init__(limit, drops=False)
         self._notes = notes
 
     def _new(self) -> RequestCache:

@@ -25,7 +25,7 @@ from transformers import Cache, PreTrainedModel
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.base import ModuleBackend
-from truedraft.models.cache import Buffers, RequestCache
+from truedraft.models.cache import Buffers, CachePool, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
@@ -54,6 +54,9 @@ class SequentialBackend(ModuleBackend):
         self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
         self._shown: dict[int, list[Tensor]] = {}  # their requested rows
         self.note = f"{self._way}: {reason}"
+
+    def new_pool(self, limit: int) -> CachePool:
+        return CachePool(limit, drops=False)
 
     def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         logits: list[Tensor] = []

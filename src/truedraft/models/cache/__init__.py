@@ -1,5 +1,6 @@
 """Key/value memory: preallocated, rollback sets a length, commit keeps an accepted path."""
 
+from truedraft.models.cache.bounded import FIRST, BoundedContext, bounded, stored_place
 from truedraft.models.cache.buffers import WIDEST_GAP, Buffers, Entries, key_span
 from truedraft.models.cache.family import BLOCK, FamilyState
 from truedraft.models.cache.pages import PAGE, PagePool, Pages, PageTable
@@ -9,8 +10,10 @@ from truedraft.models.cache.request import CachePool, RequestCache
 __all__ = [
     "BLOCK",
     "FEW",
+    "FIRST",
     "PAGE",
     "WIDEST_GAP",
+    "BoundedContext",
     "Buffers",
     "CachePool",
     "Entries",
@@ -20,5 +23,7 @@ __all__ = [
     "Pages",
     "PrefixCache",
     "RequestCache",
+    "bounded",
     "key_span",
+    "stored_place",
 ]

@@ -181,6 +181,12 @@ class Buffers:
         if self._stale <= key_span(self._end):
             self._stale = self._end
 
+    def drop(self, first: int, count: int, length: int) -> None:
+        """Drop `count` of `length` tokens from the place `first` on; later ones move there."""
+        for keys, values in zip(self._keys, self._values, strict=True):
+            keys[:, :, first : length - count] = keys[:, :, first + count : length].clone()
+            values[:, first : length - count] = values[:, first + count : length].clone()
+
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
         """Views `[kv_heads, length, width]` of the first keys and values of an attention call."""
         return self._keys[call][:, :, :length].transpose(1, 2), self._values[call][:, :length]

@@ -313,6 +313,18 @@ class PageTable:
         with self.pages.lock:
             self.pages.move(rows_at(self.table, source), rows_at(self.table, target))
 
+    def drop(self, first: int, count: int, length: int) -> None:
+        """Give back the pages of `count` of `length` tokens from the place `first` on; both are whole pages.
+
+        `count` may also end with the last token.
+        """
+        self._check_open()
+        start, end = first // PAGE, pages_for(first + count)
+        with self.pages.lock:
+            self.pages.give_back(self.table[start:end].tolist())
+            self._table[start : self._count - (end - start)] = self.table[end:].copy()
+            self._count -= end - start
+
     def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
         with self.pages.lock:
             keys, values = self.pages.rows(call)
@@ -376,7 +388,7 @@ class PagePool(CachePool):
         if not isinstance(table, PageTable) or table.pages is not self._pages:
             raise CacheError("this cache was made by another model; give it back to that one")
         table.close()
-        cache.length = cache.uncommitted = 0
+        cache.length = cache.uncommitted = cache.dropped = 0
         with self._lock:
             self.in_use -= 1
 

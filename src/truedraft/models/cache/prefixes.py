@@ -205,6 +205,8 @@ class PrefixCache:
         for first in range(0, length - BLOCK + 1, BLOCK):
             tokens = _tokens(own, first)
             following = block.following.get(tokens)
+            if following is None and not own.cache.holds(first, first + BLOCK):
+                break
             if following is None:
                 copies = own.cache.part(first, first + BLOCK, lasting=True)
                 following = block.following[tokens] = _Block(block, tokens, copies)

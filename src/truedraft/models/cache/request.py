@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
+from truedraft.models.cache.bounded import FIRST, BoundedContext, without
 from truedraft.models.cache.buffers import Buffers, Entries, Keeper, key_span
 from truedraft.models.cache.family import MOST_EDGES, FamilyState
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from truedraft.models.cache.pages import PageTable
 
 Storage: TypeAlias = "Buffers | PageTable"
-"""Keys and values; both have `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, entry, part, extend`."""
+"""Keys and values, with `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, drop, entry, part, extend`."""
 
 
 class RequestCache:
@@ -31,6 +32,8 @@ class RequestCache:
         limit: tokens beyond which memory grows only as far as it must: the model's context, or less.
         length: number of committed tokens.
         uncommitted: number of tokens that forwards wrote after these.
+        dropped: number of committed tokens, from `FIRST` on, that are not stored any more.
+        bounds: what is stored of a long text; None: all of it.
     """
 
     def __init__(self, limit: int, family: FamilyState | None = None, storage: Storage | None = None) -> None:
@@ -39,6 +42,34 @@ class RequestCache:
         self.storage = storage or Buffers()
         self.length = 0
         self.uncommitted = 0
+        self.dropped = 0
+        self.bounds: BoundedContext | None = None
+        self._before_drop: Callable[[], object] = object
+
+    @property
+    def stored(self) -> int:
+        """Number of committed tokens with keys and values: the place of the next one's."""
+        return self.length - self.dropped
+
+    def bound(self, bounds: BoundedContext | None, before_drop: Callable[[], object] = object) -> None:
+        """Store no more than that of a text until the cache is given back; `before_drop` is called before each drop."""
+        self.bounds, self._before_drop = bounds, before_drop
+
+    @in_inference_mode
+    def make_room(self, count: int) -> int:
+        """Drop what the next token does not see; returns how many of the next `count` tokens see what it does."""
+        if self.bounds is None or not count:
+            return count
+        more = self.bounds.dropped(self.length) - self.dropped
+        if more > 0:
+            self._before_drop()
+            self.storage.drop(FIRST, more, self.stored)
+            self.dropped += more
+        return min(count, self.bounds.alike(self.length))
+
+    def holds(self, first: int, end: int) -> bool:
+        """Whether all tokens from `first` to before `end` are stored."""
+        return end <= self.length and (not self.dropped or end <= FIRST or first >= FIRST + self.dropped)
 
     @property
     def capacity(self) -> int:
@@ -53,7 +84,7 @@ class RequestCache:
         return self.storage.n_bytes + self.family.n_bytes
 
     def shared(self, tokens: int) -> int:
-        return self.family.shared(min(self.length, tokens))
+        return 0 if self.dropped else self.family.shared(min(self.length, tokens))
 
     def limit_to(self, limit: int) -> None:
         self.limit = limit
@@ -63,7 +94,7 @@ class RequestCache:
         """Allocate `count` uncommitted tokens, `written` before; CacheError if fewer than these are uncommitted."""
         if written > self.uncommitted:
             raise CacheError(f"cannot build on {written} uncommitted tokens: {self.uncommitted} were written")
-        self.storage.reserve(self.length + written, self.length + count, self.limit)
+        self.storage.reserve(self.stored + written, self.stored + count, self.limit)
         self.uncommitted = count
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,36 +110,59 @@ class RequestCache:
         """Keep the written tokens of `path`, ascending indices of new tokens, and drop the others.
 
         Worked example: with length 10 and 5 new tokens, `commit([0, 2, 4])` moves the entries of positions 12 and 14
-        to positions 11 and 12 and sets the length to 13. Raises CacheError for a token that was not written.
+        to positions 11 and 12 and sets the length to 13. Raises CacheError for a token that was not written. With a
+        bounded context the tokens from the first one on that sees less are dropped too, to be read again.
         """
         if path and not 0 <= path[-1] < self.uncommitted:
             raise CacheError(f"cannot keep new token {path[-1]}: the last forward wrote {self.uncommitted}")
+        if self.bounds is not None:
+            path = path[: self.bounds.alike(self.length) if self.dropped == self.bounds.dropped(self.length) else 0]
+        self._keep(path)
+
+    def _keep(self, path: Sequence[int]) -> None:
         self.family.carried.keep(path)
-        self.storage.keep(self.length, path)
+        self.storage.keep(self.stored, path)
         self.length += len(path)
         self.uncommitted = 0
 
     def rollback(self, length: int) -> None:
-        """Drop tokens from `length` on, or from an edge before it with states; CacheError if there are fewer."""
+        """Drop tokens from `length` on, or from an edge before it with states; CacheError if there are fewer.
+
+        All tokens are dropped if the next one would see some that are no longer stored.
+        """
         if not 0 <= length <= self.length:
             raise CacheError(f"cannot roll back to {length} tokens: the cache holds {self.length}")
+        if self.bounds is not None and self.bounds.dropped(length) < self.dropped:
+            length = 0
         self.length = self.family.back_to(length, self.length)
+        self.dropped = self.dropped if self.length else 0
         self.uncommitted = 0
 
     def entries(self) -> list[tuple[Tensor, Tensor]]:
-        """Committed keys and values of each attention call, `[kv_heads, length, width]`."""
-        return [self.storage.entry(call, self.length) for call in range(self.storage.calls)]
+        """Committed keys and values of each attention call, `[kv_heads, stored, width]`."""
+        return [self.storage.entry(call, self.stored) for call in range(self.storage.calls)]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        """Committed keys and values from `first` to before `end`; valid until the cache is used, unless `lasting`."""
-        return self.storage.part(first, end, lasting)
+        """Stored keys and values from `first` to before `end`; valid until the cache is used, unless `lasting`."""
+        dropped = self.dropped if first >= FIRST else 0
+        return self.storage.part(first - dropped, end - dropped, lasting)
 
     @in_inference_mode
     def extend(self, parts: Sequence[tuple[Entries, int, int]]) -> None:
-        """Commit entries of other caches after the committed ones: in order, parts with their first and end token."""
-        self.storage.extend(self.length, parts, self.limit)
-        self.uncommitted = sum(end - first for _, first, end in parts)
-        self.commit(range(self.uncommitted))
+        """Commit entries of other caches after the committed ones: in order, parts with their first and end token.
+
+        With a bounded context, those that the next token does not see are left out.
+        """
+        length = self.length + sum(end - first for _, first, end in parts)
+        more = 0 if self.bounds is None else self.bounds.dropped(length) - self.dropped
+        own = min(more, max(self.stored - FIRST, 0))
+        if own:
+            self._before_drop()
+            self.storage.drop(FIRST, own, self.stored)
+        kept = list(without(parts, max(FIRST - self.length, 0), more - own))
+        self.length, self.dropped = self.length + more - own, self.dropped + more
+        self.storage.extend(self.stored, kept, self.limit)
+        self._keep(range(sum(end - first for _, first, end in kept)))
 
 
 class CachePool:
@@ -120,6 +174,7 @@ class CachePool:
 
     Attributes:
         in_use: number of caches that were not given back.
+        drops: whether its caches can have a bounded context.
         states: largest number of states of all layers for one request, those after drafted tokens included.
         position_bytes: of one key/value position; 0 until measured.
         state_bytes: of the states of all layers after one token; 0 until measured.
@@ -134,11 +189,14 @@ class CachePool:
     held_bytes: int = 0
     lost: int = 0
 
-    def __init__(self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False) -> None:
+    def __init__(
+        self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False, drops: bool = True
+    ) -> None:
         self._limit = limit
         self._keep = keep
         self.carries = carries
         self.encodes = encodes
+        self.drops = drops and not (carries or encodes)
         self._free: list[RequestCache] = []
         # Several engines may share a model. The lock is reentrant, because an allocation here may end a forgotten
         # stream, which releases its cache.
@@ -164,6 +222,7 @@ class CachePool:
 
     def release(self, cache: RequestCache) -> None:
         cache.rollback(0)
+        cache.bound(None)
         n_bytes = cache.n_bytes
         with self._lock:
             self.in_use -= 1

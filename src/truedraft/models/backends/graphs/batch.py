@@ -22,6 +22,7 @@ from truedraft.core import transfers
 from truedraft.core.tree import TreeShape
 from truedraft.models.attention import AttentionPattern
 from truedraft.models.base import Segment
+from truedraft.models.cache import FIRST
 from truedraft.models.cache.pages import PAGE, PageTable
 
 WORD_BITS = 64
@@ -103,7 +104,7 @@ class Numbers(Generic[Array]):
         until: `[rows]`: end of the visible key/value positions of the request.
         first: `[patterns, rows]`: first position in reach of the pattern.
         request: `[rows]`: index of the token's request.
-        length: `[requests]`: committed tokens.
+        length: `[requests]`: committed tokens that are stored.
         start: `[requests]`: row of the first new token.
         end: `[requests]`: length after the forward.
         table: `[requests, span / PAGE]`: pages of each request.
@@ -141,7 +142,11 @@ class PagedSegment:
 
     @property
     def length(self) -> int:
-        return self.segment.cache.length
+        return self.segment.cache.stored
+
+    @property
+    def dropped(self) -> int:
+        return self.segment.cache.dropped
 
     @property
     def end(self) -> int:
@@ -158,7 +163,7 @@ class PagedBatch:
     """Segments that run together.
 
     Attributes:
-        sizes: `[3, requests]`: committed tokens, uncommitted tokens written before, and new tokens.
+        sizes: `[3, requests]`: committed tokens that are stored, uncommitted ones written before, and new tokens.
         level: forwards of the same recording before this one. Tokens of levels above 0 are chosen on the device.
         beams: new tokens of each request at levels above 0.
     """
@@ -244,10 +249,12 @@ class PagedBatch:
             own[:pages] = part.table.table[:pages]
         numbers.length[: len(counts)], numbers.start[: len(counts)], numbers.end[: len(counts)] = lengths, start, ends
         numbers.request[:rows] = request
+        dropped = np.array([part.dropped for part in self.parts])[request]
+        positions = positions + dropped
         numbers.positions[:rows], numbers.until[:rows] = positions, until
         numbers.target[:rows] = numbers.table[request, places // PAGE].astype(np.int64) * PAGE + places % PAGE
         for pattern, first in zip(self.patterns, numbers.first, strict=True):
-            first[:rows] = pattern.first(positions)
+            first[:rows] = _stored(pattern.first(positions), dropped)
         numbers.logit_rows[: self.logit_rows] = np.arange(rows) if self.level else self._logit_rows(start)
         _write_tiles(numbers.tiles, start, counts, self.bucket.tile)
         numbers.tile_end[:] = numbers.end[numbers.tiles[:, 0]] * (numbers.tiles[:, 2] > 0)
@@ -262,14 +269,19 @@ class PagedBatch:
 
     def _write_tree(self, part: PagedSegment, numbers: Numbers[HostNumbers], rows: slice) -> None:
         shape, written, length = part.segment.shape, part.segment.written, part.length
-        positions = length - 1 + np.array(shape.depths[written:])
+        positions = length + part.dropped - 1 + np.array(shape.depths[written:])
         numbers.positions[rows] = positions
         numbers.until[rows] = length
         for number, pattern in enumerate(self.patterns):
-            first = pattern.first(positions)
+            first = _stored(pattern.first(positions), part.dropped)
             numbers.first[number, rows] = first
             dropped = tuple(np.maximum(0, first - length).tolist())
             numbers.path[number, rows] = path_bits(shape, written, dropped, self.bucket.words)
+
+
+def _stored(places: HostNumbers, dropped: HostNumbers | int) -> HostNumbers:
+    """`stored_place` of arrays."""
+    return np.maximum(np.minimum(places, FIRST), places - dropped)
 
 
 def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, size: int) -> None:

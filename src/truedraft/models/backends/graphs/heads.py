@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
-from truedraft.models.attention import Full
+from truedraft.models.attention import AttentionPattern
 from truedraft.models.backends.graphs.attention import attention_for, write
 from truedraft.models.backends.graphs.batch import Inputs
 from truedraft.models.backends.graphs.growth import Grow, own_bits
@@ -26,13 +26,14 @@ from truedraft.models.llama import RotaryTable
 class _GraphHead:
     """A head over its own pages; `pool` makes the requests' caches.
 
-    `sizes` are attention calls, key/value heads and head width; `like` has the head's dtype and device; `limit` is most
-    tokens of one request. `recorder` None is CUDA graphs. `before` is an instance of the same sizes with pages to
-    reuse.
+    `seen` is the pattern of each attention call; `sizes` are calls, key/value heads and head width; `like` has the
+    head's dtype and device; `limit` is most tokens of one request. `recorder` None is CUDA graphs. `before` is an
+    instance of the same sizes with pages to reuse.
     """
 
     def __init__(
         self,
+        seen: Sequence[AttentionPattern],
         sizes: tuple[int, int, int],
         like: Tensor,
         limit: int,
@@ -41,6 +42,8 @@ class _GraphHead:
     ) -> None:
         self._recorder = recorder
         self._scaling = sizes[2] ** -0.5
+        self._patterns = tuple(dict.fromkeys(seen))
+        self._seen = [self._patterns.index(each) for each in seen]
         self._pages: Pages = Pages(*sizes, like.dtype, like.device) if before is None else before._pages
         self.pool: PagePool = PagePool(self._pages, limit) if before is None else before.pool
         self._attention = attention_for(like.device, sizes[2])
@@ -50,7 +53,7 @@ class _GraphHead:
         self, forward: Callable[[Inputs, Layers], Outputs], rotary: RotaryTable, start: int, vectors: Tensor
     ) -> PagedForward:
         recorder = CudaGraphs(vectors.device) if self._recorder is None else self._recorder
-        self._forwards.append(PagedForward(self._pages, forward, recorder, (Full(),), rotary, start, vectors))
+        self._forwards.append(PagedForward(self._pages, forward, recorder, self._patterns, rotary, start, vectors))
         return self._forwards[-1]
 
     @property
@@ -88,6 +91,7 @@ class GraphPairs(_GraphHead):
         read: ReadPairs,
         rotary: RotaryTable,
         start: int,
+        seen: Sequence[AttentionPattern],
         sizes: tuple[int, int, int],
         widths: tuple[int, int],
         like: Tensor,
@@ -95,7 +99,7 @@ class GraphPairs(_GraphHead):
         recorder: Recorder | None = None,
         before: GraphPairs | None = None,
     ) -> None:
-        super().__init__(sizes, like, limit, recorder, before)
+        super().__init__(seen, sizes, like, limit, recorder, before)
         self._read = read
         for observed, width in enumerate(widths):
             self._paged(partial(self._forward, bool(observed)), rotary, start, like.new_zeros(width))
@@ -141,7 +145,7 @@ class GraphPairs(_GraphHead):
                 paths = paths.index_select(0, above) | own_bits(beams, level, words, tokens).repeat(
                     first.bucket.requests, 1
                 )
-                own.numbers.path[0].copy_(paths)
+                own.numbers.path.copy_(paths.expand_as(own.numbers.path))
             vectors, logits = self._rows(own, vectors.index_select(0, above), observed=False)
             tokens, above = trees.grow(logits)
         return trees.found()
@@ -166,7 +170,7 @@ class GraphPairs(_GraphHead):
         def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             call = next(calls)
             write(inputs, self._pages, call, key, value)
-            return look(call, 0, self._scaling, query)
+            return look(call, self._seen[call], self._scaling, query)
 
         return self._read(numbers.tokens, numbers.positions, vectors, observed, attention, numbers.logit_rows)
 
@@ -195,6 +199,7 @@ class GraphBlocks(_GraphHead):
         head: ReadBlocks,
         rotary: RotaryTable,
         block: int,
+        seen: Sequence[AttentionPattern],
         sizes: tuple[int, int, int],
         width: int,
         like: Tensor,
@@ -202,7 +207,7 @@ class GraphBlocks(_GraphHead):
         recorder: Recorder | None = None,
         before: GraphBlocks | None = None,
     ) -> None:
-        super().__init__(sizes, like, limit, recorder, before)
+        super().__init__(seen, sizes, like, limit, recorder, before)
         self._head, self._block = head, block
         self._texts = self._paged(self._read, rotary, 0, like.new_zeros(width))
 
@@ -266,12 +271,13 @@ class GraphBlocks(_GraphHead):
         text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
+        numbers.first.copy_(numbers.first[:, :: self._block].repeat_interleave(self._block, 1))  # as its anchor
         look, keys = self._attention(blocks, self._pages), self._keys(text)
 
         def attend(call: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             write(text, self._pages, call, *next(keys))
             write(blocks, self._pages, call, key, value)
-            return look(call, 0, self._scaling, query)
+            return look(call, self._seen[call], self._scaling, query)
 
         return self._head.slots(anchors, numbers.positions, attend)
 

@@ -102,7 +102,7 @@ class PagedForward:
         parts = [PagedSegment(each, self._table_of(each), own) for each, own in zip(segments, inputs, strict=True)]
         for segment in segments:
             segment.cache.reserve(len(segment.shape) + more, segment.written)
-        self._rotary.reach(max(part.end for part in parts) + more - 1 + self._start)
+        self._rotary.reach(max(part.end + part.dropped for part in parts) + more - 1 + self._start)
         return parts
 
     def _table_of(self, segment: Segment) -> PageTable:

@@ -237,9 +237,8 @@ class NativeBackend(Backend):
             if len(self._zeros) < plan.positions.shape[1]:
                 self._zeros = torch.zeros(2 * plan.positions.shape[1], dtype=torch.int64, device=_CPU)
             return self._zeros
-        positions = plan.positions[0].tolist()
-        first = [[max(0, pattern.first(position)) for position in positions] for pattern in self._patterns]
-        return torch.tensor(first, device=_CPU)
+        first = [[max(0, first) for part in plan.segments for first in part.first(each)] for each in self._patterns]
+        return pad(torch.tensor(first, device=_CPU), (0, plan.positions.shape[1] - len(first[0])))
 
     def _segment(self, part: SegmentPlan, own: tuple[Tensor, Tensor] | None) -> CSegment:
         segment = part.segment
