@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -117,6 +117,7 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
+        storage: makes the storage of a cache.
 
     Attributes:
         in_use: number of caches that were not given back.
@@ -134,8 +135,16 @@ class CachePool:
     held_bytes: int = 0
     lost: int = 0
 
-    def __init__(self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False) -> None:
+    def __init__(
+        self,
+        limit: int,
+        keep: int = 64,
+        carries: bool = False,
+        encodes: bool = False,
+        storage: Callable[[], Storage] = Buffers,
+    ) -> None:
         self._limit = limit
+        self._storage = storage
         self._keep = keep
         self.carries = carries
         self.encodes = encodes
@@ -160,7 +169,7 @@ class CachePool:
         return cache
 
     def _new(self) -> RequestCache:
-        return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
+        return RequestCache(self._limit, FamilyState(self.carries, self.encodes), self._storage())
 
     def release(self, cache: RequestCache) -> None:
         cache.rollback(0)
