@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, GPT2Config, LlamaConfig, MambaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
+from support.backends import graph_backend
 from support.codes import logits
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
@@ -21,6 +22,7 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.cache.coded import SCALE_BYTES, decoded, encoded
+from truedraft.models.huggingface import HuggingFaceModel
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 101, "hidden_size": 64,
@@ -187,6 +189,9 @@ def test_what_cannot_read_codes_is_refused_in_one_sentence(folder: Path, tmp_pat
         model = folder_of(config, tmp_path / config.model_type)
         with pytest.raises(UnsupportedModelError, match=r"cannot keep keys and .* no states, read these; leave --kv-"):
             load_model(model, kv_dtype="int8")
+    pages = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "pages", graph_backend)
+    with pytest.raises(UnsupportedModelError, match="only forwards that run packed on a CPU"):
+        pages.quantize_cache()
 
 
 def test_a_family_that_only_its_own_modules_run_keeps_codes_too(tmp_path: Path) -> None:

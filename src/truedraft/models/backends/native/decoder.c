@@ -557,6 +557,13 @@ static inline __attribute__((always_inline)) void score(
     else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, coded, keys, values, capacity, head, from, to, scores, stride);
 }
 
+/* The same with keys in codes, apart from the kernels of numbers, which are slower where both lie in one function. */
+static __attribute__((noinline)) void score_codes(
+    const float *query, float scaling, int rows, const element *keys, const element *values, int64_t capacity, int64_t head,
+    int64_t from, int64_t to, float *scores, int64_t stride) {
+    score(query, scaling, rows, 1, keys, values, capacity, head, from, to, scores, stride);
+}
+
 /* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
 static void soften(float *s, int64_t count) {
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
@@ -651,6 +658,10 @@ static inline __attribute__((always_inline)) void mix(
     }
 }
 
+static __attribute__((noinline)) void mix_codes(const View *view, int views, const element *values, int64_t head, int64_t length) {
+    mix(view, views, 1, values, head, length);
+}
+
 /* What a row of a tree sees: the context, and the slots of its own path, whose scores are put behind the context's.
  * Positions below the first visible one are left out; along a path they rise by one. */
 static void see_path(const Segment *s, int64_t row, const float *of_slots, float *ordered, View *see) {
@@ -725,7 +736,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
         if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         else
 #endif
-        if (s->coded) score(query, l->scaling, n, 1, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        if (s->coded) score_codes(query, l->scaling, n, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         else score(query, l->scaling, n, 0, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
@@ -741,7 +752,7 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
         if (tiled) tiled_mix(view, n, values, head, s->length, scores, score_stride);
         else
 #endif
-        if (s->coded) mix(view, n, 1, values, head, s->length);
+        if (s->coded) mix_codes(view, n, values, head, s->length);
         else mix(view, n, 0, values, head, s->length);
     }
 }
