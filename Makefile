@@ -63,7 +63,7 @@ test-slow: $(STAMP)
 
 # The native forward as on processors without AVX-512: by the compiler's options, in a cache of its own.
 test-avx2: $(STAMP)
-	CC="gcc -mno-avx512f" TRUEDRAFT_CACHE=$$(mktemp -d) $(PYTEST) tests/models/test_loops.py tests/models/test_row_invariance.py tests/models/test_gguf.py tests/models/test_quantized.py tests/models/test_native_forward.py
+	CC="gcc -mno-avx512f" TRUEDRAFT_CACHE=$$(mktemp -d) $(PYTEST) tests/core/test_fused.py tests/models/test_loops.py tests/models/test_row_invariance.py tests/models/test_gguf.py tests/models/test_quantized.py tests/models/test_native_forward.py
 
 # llama.cpp's vocabularies with what it makes of texts, out of the source that llama-cpp-python carries.
 LLAMACPP_SOURCE := llama-cpp-python==0.3.36

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from truedraft import compiled
 from truedraft.files import take_place, written_whole
-from truedraft.models.backends.native import build
 from truedraft.training.loop import RunFolder
 from truedraft.training.texts.data import write_stream
 from truedraft.training.workspace import write_whole
@@ -110,4 +110,4 @@ def test_what_cannot_be_brought_to_the_disk_takes_no_place(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         by_written_whole(file)
     assert file.read_bytes() == b"old" and [each.name for each in tmp_path.iterdir()] == ["a"]
-    assert build.take_place is take_place, "kept libraries take their place likewise"
+    assert compiled.take_place is take_place, "kept libraries take their place likewise"

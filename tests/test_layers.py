@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "truedraft"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Rooms in their order: each imports those before it and what all stand on.
-_BASE = ("errors", "options", "machine", "progress", "files", "lazy", "pictures", "moved")
+_BASE = ("errors", "options", "machine", "progress", "files", "lazy", "pictures", "compiled", "moved")
 ROOMS = (
     *("core", "text", "verification", "models", "drafters", "engine", "testing", "measure", "training", "kinds"),
     *("process", "certify", "server", "cli", "deploy"),

@@ -9,7 +9,6 @@ forward, which a GPU runs faster than packed ones, and the engine measures nothi
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import sys
@@ -29,13 +28,15 @@ from transformers import AutoTokenizer
 
 from recipes.common import ROOT, command, say
 from recipes.smollm2.writer import Writer, turned
+from truedraft.drafters import kinds
 from truedraft.drafters.heads.head import HeadRecord
-from truedraft.kinds.eagle import training as eagle
+from truedraft.drafters.kinds import dotted
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.checkpoint import fingerprint_of
 from truedraft.models.lm_head import LmHead
+from truedraft.training import chains
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
@@ -48,17 +49,19 @@ PROBED_STEPS = 30
 TEXTS = "texts.npz"
 _READ = 64  # texts that are read together
 _IDS = {"draft_vocab": 16_384}  # 96 in 100 tokens at temperature 1; 8,192 are 92
-KINDS: dict[str, tuple[str, str, tuple[float, ...], dict[str, Any]]] = {
-    "medusa": ("medusa", "MedusaTrainingConfig", (0.01,), {}),
-    "redrafter": ("redrafter", "RedrafterTrainingConfig", (0.01,), {}),
-    "eagle-all": ("eagle", "Eagle3TrainingConfig", (0.01,), {"draft_vocab": 0}),
-    "eagle": ("eagle", "Eagle3TrainingConfig", (0.01,), _IDS),
-    "eagle-lk": ("eagle", "Eagle3TrainingConfig", (0.01,), {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
-    "p-eagle": ("peagle", "PEagleTrainingConfig", (0.01,), {"draft_vocab": 0}),
-    "dflash": ("block", "DFlashTrainingConfig", (0.01,), _IDS),
-    "dspark": ("block", "DSparkTrainingConfig", (0.01,), _IDS),
+KINDS: dict[str, tuple[str, tuple[float, ...], dict[str, Any]]] = {
+    "medusa": ("medusa", (0.01,), {}),
+    "redrafter": ("redrafter", (0.01,), {}),
+    "eagle-all": ("eagle", (0.01,), {"draft_vocab": 0}),
+    "eagle": ("eagle", (0.01,), _IDS),
+    "eagle-lk": ("eagle", (0.01,), {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
+    "p-eagle": ("p-eagle", (0.01,), {"draft_vocab": 0}),
+    "dflash": ("dflash", (0.01,), _IDS),
+    "dflash-all": ("dflash", (0.01,), {"draft_vocab": 0}),
+    "dflash2": ("dflash2", (0.01,), {}),
+    "dspark": ("dspark", (0.01,), _IDS),
 }
-"""Module and configuration of each kind, the rates that are tried before its training, and other options."""
+"""The kind of drafter, the rates that are tried before its training, and other options."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,12 +91,11 @@ def _all(options: argparse.Namespace) -> None:
     train, tree = _texts(options, model)
     say(f"{len(train.tokens):,} tokens of {len(train.records):,} answers")
     target, lm_head, fingerprint = PaddedTarget(model), LmHead.of(model), fingerprint_of(model)
-    eagle.load_model = lambda *_, **__: target  # type: ignore[assignment, return-value]  # in place of the packed forward
+    chains.load_model = lambda *_, **__: target  # type: ignore[assignment, return-value]  # in place of the packed forward
     jobs = []
     for kind in options.kinds:
-        module, name, rates, others = KINDS[kind]
-        made = importlib.import_module(f"truedraft.training.{module}")
-        config: HeadTrainingConfig = getattr(made, name)(
+        word, rates, others = KINDS[kind]
+        config: HeadTrainingConfig = dotted(kinds.KINDS[word].training)(
             seed=SEED, device=options.device, positions_per_step=options.positions_per_step, **others
         )
         jobs.append(_Job(kind, config, rates, lm_head, (train, tree), fingerprint))

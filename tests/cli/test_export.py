@@ -23,6 +23,7 @@ from support.mtp_checkpoints import SHAPES, MtpReference
 from truedraft import load_model
 from truedraft.drafters.heads.head import Head, HeadRecord
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
@@ -30,7 +31,7 @@ from truedraft.models.loading import read_model
 from truedraft.models.padding import PADDED_SIZES, PaddedSize
 
 KINDS: dict[str, type[Head]] = {
-    each.kind: each for each in (Eagle3Head, PEagleHead, MedusaHeads, DFlashHead, DSparkHead)
+    each.kind: each for each in (Eagle3Head, PEagleHead, MedusaHeads, DFlashHead, DFlash2Head, DSparkHead)
 }
 TOKENS = ("--max-tokens", "8", "--dtype", "float32", "--ignore-eos")
 
@@ -126,6 +127,7 @@ def drafters(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) 
         "p-eagle-norms": random_head(PEagleHead, replace(peagle, norm_output=True)),
         "medusa": MedusaHeads(MedusaConfig(width, ids, heads=3)),
         "dflash": random_head(DFlashHead, whole),
+        "dflash2": random_head(DFlash2Head, DFlash2Config(width, ids, (0,), **block, group=8, rank=4)),
         "dspark": random_head(DSparkHead, replace(markov, draft_vocab=40, own_output=True)),
         "dspark-copies": random_head(DSparkHead, replace(markov, own_output=True, own_embedding=True)),
         "dspark-gated": random_head(DSparkHead, replace(markov, markov_kind="gated", draft_vocab=40, own_output=True)),
@@ -139,7 +141,8 @@ def drafters(target: str, draft: str, tmp_path_factory: pytest.TempPathFactory) 
 RAN = [
     ("vllm", "eagle", "eagle3", 3), ("vllm", "eagle-all", "eagle3", 3), ("vllm", "eagle-norms", "eagle3", 3),
     ("vllm", "p-eagle", "eagle3", 3), ("vllm", "medusa", "medusa", 3), ("vllm", "dflash", "dflash", 2),
-    ("vllm", "dspark", "dspark", 3), ("vllm", "dspark-copies", "dspark", 3),
+    ("vllm", "dspark", "dspark", 3), ("vllm", "dspark-copies", "dspark", 3), ("vllm", "dflash2", "dflash", 2),
+    ("sglang", "dflash2", "DFLASH", 2), ("llamacpp", "dflash2", "draft-dflash", 2), ("speculators", "dflash2", "", 2),
     ("vllm", "draft", "draft_model", 4),
     ("sglang", "eagle", "EAGLE3", 3), ("sglang", "eagle-all", "EAGLE3", 3), ("sglang", "eagle-norms", "EAGLE3", 3),
     ("sglang", "dflash", "DFLASH", 2), ("sglang", "dspark-copies", "DSPARK", 3), ("sglang", "draft", "STANDALONE", 4),

@@ -159,6 +159,11 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     assert result.status == 0, result.err
     assert "one text at a time, since it cannot run packed" in runs["note"]
     assert runs["context"] == 48 and {"1", "8", "16"} <= set(runs["forward_s"]) and runs["forward_s"]["1"] > 0
+    assert (
+        runs["context_length"] == 64
+        and runs["cache_bytes"] == 2 * 32 * 64 * {"float32": 4, "bfloat16": 2}[runs["dtype"]]
+    )
+    assert "a chat of 64 tokens takes 0.0 MB of keys and values" in " ".join(result.out.split())
     assert runs["weight_bytes"] > 0 and (runs["read_bytes_per_s"] or 1.0) > 0.0
     told = " ".join(result.out.split())
     assert "one text at a time, since it cannot run packed" in told and "a forward after 48 tokens: 1 token" in told

@@ -1,4 +1,4 @@
-"""`truedraft train eagle`, `p-eagle`, `dflash` and `dspark`."""
+"""`truedraft train eagle`, `p-eagle`, `dflash`, `dflash2` and `dspark`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ KINDS = {
         ("--loss", "tv", "--kept", "0.5"), ("--loss was kl and is now tv", "--kept was 0.7 and is now 0.5"),
     ),
     "dflash": Kind(_BLOCK, "", "no 5", ("eagle", "not an EAGLE-3 head; use dflash:"), *_CHANGED),
+    "dflash2": Kind(
+        (*_BLOCK, "--draft-vocab", "0", "--group", "8", "--rank", "4", "--selector-only"), "", "no 5",
+        ("dflash", "holds a DFlash 2 head, not a DFlash head; use dflash2:"),
+        (*_CHANGED[0], "--rank", "5"), (*_CHANGED[1], "--rank was 4 and is now 5"),
+    ),
     "dspark": Kind(
         (*_BLOCK, "--markov", "8"), ",min_acceptance=0.1", "no 5", ("eagle", "not an EAGLE-3 head; use dspark:"),
         *_CHANGED,

@@ -208,6 +208,19 @@ def test_real_models_hold_what_is_counted(backend: BackendMaker) -> None:
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
 
 
+def test_chats_take_what_is_said_of_them() -> None:
+    """Sixteen of 4,000 tokens, in half of the model's context."""
+    target = MarkovModel.random(VOCAB, 1, context_length=8192)
+    engine = Engine(target, max_batch=16, max_cache_bytes=1 << 30)
+    for number in range(16):
+        engine.submit([(number + place) % VOCAB for place in range(3900)], SamplingParams(max_tokens=100))
+    most = 0
+    while engine.step():
+        most = max(most, allocated(engine))
+    said = 16 * memory.bytes_of_cache(target, 4000)
+    assert said == 16 * POSITION * key_span(4000) and 0.95 * said <= most <= 1.05 * said
+
+
 def test_a_request_that_could_never_fit_is_refused_in_one_sentence() -> None:
     engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=span(128))
     with pytest.raises(

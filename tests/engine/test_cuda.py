@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.noise import gumbel_of
 from truedraft.drafters import DFlash, Drafter, DraftModel, DSpark, Eagle3, Medusa, PromptLookup, Redrafter
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Config
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.huggingface import HuggingFaceModel
@@ -72,9 +75,11 @@ def test_bfloat16_answers_do_not_depend_on_speculation(options: dict[str, float]
 
 
 def _heads(kind: str, target: HuggingFaceModel) -> Drafter:
-    block = BlockConfig(
-        48, VOCAB, (0, 1), block=4, mask_id=96, depth=2, heads=4, kv_heads=2, head=16, inner=64, most_positions=CONTEXT
-    )
+    sizes: dict[str, Any] = {
+        "block": 4, "mask_id": 96, "depth": 2, "heads": 4, "kv_heads": 2, "head": 16, "inner": 64,
+        "most_positions": CONTEXT,
+    }  # fmt: skip
+    block, flash2 = BlockConfig(48, VOCAB, (0, 1), **sizes), DFlash2Config(48, VOCAB, (0, 1), **sizes, rank=8)
     spark = replace(block, from_anchor=True, markov=8, block=3)
     made: dict[str, Callable[[], Drafter]] = {
         "medusa": lambda: Medusa(random_heads(target), nodes=7),
@@ -86,13 +91,14 @@ def _heads(kind: str, target: HuggingFaceModel) -> Drafter:
             nodes=7,
         ),
         "dflash": lambda: DFlash(random_head(DFlashHead, block), nodes=7),
+        "dflash2": lambda: DFlash2(random_head(DFlash2Head, flash2), nodes=7),
         "dspark": lambda: DSpark(random_head(DSparkHead, spark), nodes=7),
     }
     return made[kind]()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("kind", ["medusa", "redrafter", "eagle", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "eagle", "dflash", "dflash2", "dspark"])
 def test_heads_draft_beside_recorded_forwards(kind: str, options: dict[str, float]) -> None:
     """Also those that read layers: CUDA graphs show them."""
     module = as_transformers_runs_it().to("cuda")  # type: ignore[arg-type]

@@ -432,7 +432,7 @@ def test_another_kind_is_named(tmp_path: Path) -> None:
     folder = written("speculators, dspark", tmp_path / "head")[1]
     with pytest.raises(ModelError, match="holds a DSpark head, not a DFlash head; use dspark:"):
         DFlashHead.load(folder)
-    with pytest.raises(ModelError, match="is not of an EAGLE-3 head"):
+    with pytest.raises(ModelError, match="holds a DSpark head, not an EAGLE-3 head; use dspark:"):
         Eagle3Head.load(folder)
     masks = written("speculators, p-eagle", tmp_path / "masks")[1]
     with pytest.raises(ModelError, match="holds a P-EAGLE head, not an EAGLE-3 head; use p-eagle:"):

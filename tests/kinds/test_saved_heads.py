@@ -16,6 +16,7 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.drafters.heads.head import Head, HeadRecord
 from truedraft.errors import ModelError, ModelNotFoundError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
@@ -35,6 +36,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "eagle": (Eagle3Head, Eagle3Config(16, 23, (0, 1), **LAYERS, draft_vocab=10)),
     "p-eagle": (PEagleHead, PEagleConfig(16, 23, (0, 1), **LAYERS, mask_token=3)),
     "dflash": (DFlashHead, BLOCK),
+    "dflash2": (DFlash2Head, DFlash2Config(16, 23, (0, 1), **LAYERS, block=4, mask_id=9, depth=1, group=8, rank=4)),
     "dspark": (DSparkHead, replace(BLOCK, **REDUCED, markov=4, confidence=True)),
 }
 

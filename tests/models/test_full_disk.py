@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from truedraft import compiled
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 
@@ -24,7 +25,7 @@ def test_the_forward_is_compiled_elsewhere_and_not_kept(
     monkeypatch.setattr(building, "SOURCE", source)
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(building.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    monkeypatch.setattr(compiled.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     built.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger="truedraft"):

@@ -39,7 +39,7 @@ from transformers import (
 from support.backends import llama_of, native_backend
 from support.embedded_models import embedded
 from support.tiny_models import build, stock_greedy
-from truedraft import Engine, SamplingParams, lazy, load_model
+from truedraft import Engine, SamplingParams, compiled, lazy, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError, ModelError
@@ -492,7 +492,7 @@ def test_a_damaged_library_is_made_again(folder: Path, size: int) -> None:
     kept.write_bytes(whole[:size])
     assert answer(again()) == 7
     (kept,) = folder.glob("*.so")
-    assert kept.stem.endswith(building._checksum(kept))
+    assert kept.stem.endswith(compiled._checksum(kept))
 
 
 @needs_compiler
@@ -503,7 +503,7 @@ def test_a_cache_that_cannot_be_made_is_done_without(
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(building.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path / "temporary"))
     assert answer(built(torch.float32)) == 7
     assert list((tmp_path / "temporary").iterdir()) == []
 
@@ -515,16 +515,16 @@ def test_only_the_user_can_write_what_is_loaded(folder: Path) -> None:
     assert answer(built(torch.float32)) == 7
     (kept,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(kept.stat().st_mode) == 0o700
-    key = kept.name.split("-")[1]
-    assert building._load_kept(folder, key, str)
+    key = kept.stem.rpartition("-")[0]
+    assert compiled._load_kept(folder, key, str)
     kept.chmod(0o722)
-    assert not building._load_kept(folder, key, str)
+    assert not compiled._load_kept(folder, key, str)
     if os.getuid() == 0:
         kept.chmod(0o700)
         os.chown(kept, 12345, 12345)
-        assert not building._load_kept(folder, key, str)
+        assert not compiled._load_kept(folder, key, str)
         os.chown(folder, 12345, 12345)
-        assert building._folder() is None
+        assert compiled._folder() is None
 
 
 @needs_compiler
@@ -535,14 +535,14 @@ def test_several_may_compile_at_once(folder: Path) -> None:
     assert [answer(each) for each in made] == [7] * 4
     kept = list(folder.iterdir())
     assert kept
-    assert all(path.stem.endswith(building._checksum(path)) for path in kept), "whole libraries and nothing else"
+    assert all(path.stem.endswith(compiled._checksum(path)) for path in kept), "whole libraries and nothing else"
 
 
 @needs_compiler
 def test_a_process_beside_the_imports_compiles_what_the_first_start_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without torch, which takes seconds to import: the library and three forms of weights, each once."""
+    """Without torch, which takes seconds to import: the library, three forms of weights and `fused.c`, each once."""
     log = tmp_path / "log"
     compiler(
         tmp_path / "quick", f'case "$*" in *--version) exec cc "$@";; esac; echo run >>{log}; cc "$@" -O0', monkeypatch
@@ -551,11 +551,11 @@ def test_a_process_beside_the_imports_compiles_what_the_first_start_needs(
     told = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); assert 'torch' not in sys.modules"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", told, str(lazy._BUILD)], check=True, timeout=600)
-        assert log.read_text().splitlines() == ["run"] * 4
+        assert log.read_text().splitlines() == ["run"] * 5
     library = built.__wrapped__(pick_dtype("auto", torch.device("cpu"))).library
     assert library is not None
     library.need_form(4, Scheme.SHIFTED.value)
-    assert log.read_text().splitlines() == ["run"] * 4
+    assert log.read_text().splitlines() == ["run"] * 5
 
 
 @needs_compiler

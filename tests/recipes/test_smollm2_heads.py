@@ -7,14 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recipes.smollm2.heads import TEXTS, PaddedTarget, packed, read_texts
+from recipes.smollm2.heads import TEXTS, PaddedTarget, _Job, packed, read_texts
 from recipes.smollm2.writer import Writer
 from transformers import LlamaForCausalLM
 
 from truedraft.core.tree import chain_shape
+from truedraft.kinds.dflash2.module import DFlash2Head
+from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.base import Segment
-from truedraft.training.texts.self_distillation import WrittenAnswer
+from truedraft.models.lm_head import LmHead
+from truedraft.training import chains
+from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=160, width=64, layers=3, heads=4, kv_heads=2, intermediate=96, head_size=16)
 
@@ -63,3 +67,17 @@ def test_answers_are_kept_as_they_are(tmp_path: Path) -> None:
     held = [WrittenAnswer([4, 4, 4], [9, 9], 0.8, False)]
     np.savez_compressed(tmp_path / TEXTS, train=packed(train), held=packed(held))
     assert read_texts(tmp_path / TEXTS) == (train, held)
+
+
+def test_a_kind_of_heads_is_trained_by_the_padded_forward(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chains, "load_model", lambda *_, **__: PaddedTarget(llama))
+    config = DFlash2TrainingConfig(layers=(0, 1), length=3, anchors=4, rank=4, positions_per_step=24, steps=2)
+    records = [WrittenAnswer([7, first], list(range(first, first + 12)), 0.0, False) for first in (5, 30, 60)]
+    text = SelfDistillationData(records, np.zeros((36, 64), np.uint16))
+    job = _Job("dflash2", config, (0.01,), LmHead.of(llama), (text, text), "print")
+    job.train(60, tmp_path, "name")
+    head = DFlash2Head.load(tmp_path)
+    assert head.record.fingerprint == "print" and head.config.layers == (0, 1) and head.reach == 3
+    assert float(head.candidate_selector.successor_codebook.abs().max()) > 0.0

@@ -50,15 +50,19 @@ class BlockReference(Page):
         return [self.norm("norm", each) for each in (rows if config.from_anchor else rows[1:])]
 
     def layer(self, number: int, row: Tensor, entering: Tensor, position: int, seen: Sequence[tuple]) -> Tensor:
-        config, name = self.made.config, f"layers.{number}"
-        query, mixed = self.product(f"{name}.self_attn.q_proj", entering).view(config.heads, -1), []
+        name = f"layers.{number}"
+        x = row + self.attention(f"{name}.self_attn", entering, position, seen)
+        return x + self.mlp(name, self.norm(f"{name}.post_attention_layernorm", x))
+
+    def attention(self, name: str, entering: Tensor, position: int, seen: Sequence[tuple]) -> Tensor:
+        config = self.made.config
+        query, mixed = self.product(f"{name}.q_proj", entering).view(config.heads, -1), []
         for head in range(config.heads):
-            own, shared = self.norm(f"{name}.self_attn.q_norm", query[head]), head * config.kv_heads // config.heads
+            own, shared = self.norm(f"{name}.q_norm", query[head]), head * config.kv_heads // config.heads
             own = self.turned(own, position)
             scores = torch.stack([own @ keys[shared] for keys, _ in seen]) / math.sqrt(config.head)
             mixed.append(sum(w * values[shared] for w, (_, values) in zip(scores.softmax(0), seen, strict=True)))
-        x = row + self.product(f"{name}.self_attn.o_proj", torch.cat(mixed))
-        return x + self.mlp(name, self.norm(f"{name}.post_attention_layernorm", x))
+        return self.product(f"{name}.o_proj", torch.cat(mixed))
 
     def draft_logits(self, text: Sequence[int], path: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of the token behind a text and drafted tokens: logits over the draft's ids, and of its acceptance."""

@@ -19,6 +19,8 @@ from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagl
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.head import Head
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
@@ -81,6 +83,15 @@ _SIZES: dict[type[Head], dict[str, Any]] = {
     Eagle3Head: {**_LAYERS, "reach": REACH},
     PEagleHead: {**_LAYERS, "reach": REACH, "mask_token": VOCAB - 1},
     DFlashHead: {**_LAYERS, "block": REACH + 1, "mask_id": VOCAB - 1, "depth": 1},
+    DFlash2Head: {
+        **_LAYERS,
+        "block": REACH + 1,
+        "mask_id": VOCAB - 1,
+        "depth": 1,
+        "group": 4,
+        "rank": 8,
+        "candidates": 4,
+    },
     DSparkHead: {**_LAYERS, "block": REACH, "mask_id": VOCAB - 1, "depth": 1, "from_anchor": True, "markov": 16},
 }
 
@@ -102,7 +113,7 @@ def drafter_of(head: Any) -> Any:
         return Medusa(head, nodes=REACH)
     if isinstance(head, RedrafterHead):
         return Redrafter(head, beams=1, length=REACH, nodes=REACH, sampled=False)
-    kinds: dict[str, Any] = {each.name: each for each in (Eagle3, PEagle, DFlash, DSpark)}
+    kinds: dict[str, Any] = {each.name: each for each in (Eagle3, PEagle, DFlash, DFlash2, DSpark)}
     made: HeadDrafter = kinds[head.kind](head)
     return made
 

@@ -20,6 +20,8 @@ from support.embedded_models import embedded
 from training.conftest import SHAPE
 from truedraft import load_model
 from truedraft.kinds.block.training import DFlashTrainingConfig
+from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
+from truedraft.kinds.dflash2.variants import codebooks_exchanged, convolutions
 from truedraft.kinds.eagle.folders import write_eagle_folder
 from truedraft.kinds.eagle.module import Eagle3Head
 from truedraft.kinds.eagle.training import Eagle3TrainingConfig
@@ -72,6 +74,7 @@ def heads(deep_folder, stream, tmp_path_factory) -> dict[str, Path]:
         "eagle": Eagle3TrainingConfig(**common, draft_vocab=64),
         "plain eagle": Eagle3TrainingConfig(**common, draft_vocab=0, fc_norm=False, norm_output=False),
         "dflash": DFlashTrainingConfig(**common, draft_vocab=64, depth=1),
+        "dflash2": DFlash2TrainingConfig(**common, depth=1, rank=64, selector_weight=4.0),
     }
     folders = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in configs}
     for name, config in configs.items():
@@ -115,6 +118,10 @@ PLANTED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("eagle", as_offsets, "d2t as offsets"),
     ("dflash", moved(1), "layers one earlier"),
     ("dflash", flipped("from_anchor"), "sample_from_anchor"),
+    ("dflash2", flipped("from_anchor"), "sample_from_anchor"),
+    ("dflash2", convolutions(lambda each: each.flip(1)), "taps in the other order"),
+    ("dflash2", convolutions(lambda each: each.flip(0)), "sides exchanged"),
+    ("dflash2", codebooks_exchanged, "predecessors and successors exchanged"),
 ]  # fmt: skip
 
 
@@ -211,8 +218,8 @@ def test_a_head_that_never_saw_the_chat_template_is_named(heads, target, tokeniz
 
 
 SOUND = (
-    "eagle", "plain eagle", "dflash", "published eagle", "smaller draft", "the target itself", "medusa", "redrafter",
-    "draft",
+    "eagle", "plain eagle", "dflash", "dflash2", "published eagle", "smaller draft", "the target itself", "medusa",
+    "redrafter", "draft",
 )  # fmt: skip
 
 

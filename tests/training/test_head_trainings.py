@@ -22,6 +22,8 @@ from truedraft.drafters.heads.calibration import Calibration
 from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import ModelError, OptionError, TrainingError
 from truedraft.kinds.block.training import DFlashTrainingConfig, DSparkTrainingConfig
+from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
 from truedraft.kinds.eagle.module import Eagle3Head
 from truedraft.kinds.eagle.training import Eagle3TrainingConfig, PEagleTrainingConfig
 from truedraft.kinds.medusa.drafter import Medusa
@@ -52,11 +54,12 @@ KINDS: dict[str, Any] = {
     ),
     "eagle": Eagle3TrainingConfig(**LAYERS),
     "dflash": DFlashTrainingConfig(**LAYERS, anchors=6),
+    "dflash2": DFlash2TrainingConfig(**LAYERS | {"draft_vocab": 0}, anchors=6, rank=8, candidates=8),
     "dspark": DSparkTrainingConfig(**LAYERS, anchors=4, markov=8, markov_kind="rnn", by_acceptance=True),
     "p-eagle": PEagleTrainingConfig(**LAYERS, depth=2, own_embedding=True),
     "linear": LinearTrainingConfig(**COMMON, steps=40, learning_rate=2e-2, evaluate_every=20),
 }
-LEVELS: dict[str, Any] = {"eagle": Eagle3, "dflash": DFlash, "dspark": DSpark, "p-eagle": PEagle}
+LEVELS: dict[str, Any] = {"eagle": Eagle3, "dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark, "p-eagle": PEagle}
 SIZES: dict[str, Any] = {  # what is measured at each temperature, by the entry of the record that has it
     "medusa": [("nodes", 8), ("nodes", 32)],
     "redrafter": [("nodes", 8), ("nodes", 32)],
@@ -143,7 +146,7 @@ def test_the_measured_acceptance_is_that_of_the_engine(kind, training_of, learne
             assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "redrafter", "dspark", "p-eagle"])
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "dspark", "p-eagle", "dflash2"])
 def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(kind, training_of, learned_folder, prompts, tmp_path):
     assert_resumed_equals_uninterrupted(training_of(kind), learned_folder, prompts, tmp_path, KINDS[kind], killed_at=4)
 

@@ -387,11 +387,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
 
 @pytest.mark.parametrize(
     ("rule", "reads"),
-    [(RULE, 2), (CoupledSampling(), 1), (ArgmaxRule(), 1)],
+    [(RULE, 1), (CoupledSampling(), 1), (ArgmaxRule(), 1)],
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_rules_read_tensors_as_often_for_any_batch_of_chains(rule: Rule, reads: int, waits: Waits) -> None:
-    """Speculative sampling once for what the distributions say of the drafted tokens, once for the final tokens."""
+    """What distributions say of drafted tokens is read from arrays, so only the final tokens count."""
     given = block_chains(9, 300)
     assert all(proposal.tree.host_ids is not None for proposal in given[0])  # on the host before anything is counted
     waits.count = 0

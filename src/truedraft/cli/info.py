@@ -121,6 +121,7 @@ def drafters(options: DraftersOptions) -> int:
 
 def _model(name: str, terminal: Terminal) -> dict[str, Any]:
     """How a model runs here, and the cost of its forwards."""
+    from truedraft.engine.memory import bytes_of_cache
     from truedraft.engine.policy import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
@@ -148,6 +149,8 @@ def _model(name: str, terminal: Terminal) -> dict[str, Any]:
         "calls": None if notation is None else notation.name,
         "reasoning": None if marks is None else [marks.opening, marks.closing],
         "read_bytes_per_s": bandwidth,
+        "context_length": model.context_length,
+        "cache_bytes": bytes_of_cache(model, model.context_length),
         "context": context,
         "forward_s": {str(rows): forwards(rows, [context]) for rows in _ROWS if context + rows <= model.context_length},
     }
@@ -165,6 +168,8 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         f"memory is read at {speed / 1e9:.1f} GB/s: weights of {size / 1e6:.0f} MB in {1e3 * size / speed:.1f} ms"
         if speed
         else "",
+        f"a chat of {model['context_length']:,} tokens takes {model['cache_bytes'] / 1e6:,.1f} MB of keys and values, "
+        "a shorter one as much less",
         f"greedy answers are {model['equality']} the same with a drafter",
         f"chats: {model['chat']}",
         model["quantised"],

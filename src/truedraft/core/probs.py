@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from truedraft.core import transfers
+from truedraft.core import fused, transfers
 from truedraft.core.params import SamplingParams
 
 _BELOW_ONE = 1.0 - 2.0**-53
@@ -43,13 +43,14 @@ def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         Distributions `[rows, vocab]` in float32, or float64 when the logits are float64, without gradient. Invalid rows
         give one that is not finite.
     """
-    logits = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
-    if params.greedy:
-        choice = most_likely(logits)[..., None]
-        # A row without a finite largest logit has no distribution: NaN, as with softmax at other temperatures.
-        mass = torch.where(logits.gather(-1, choice).isfinite(), 1.0, torch.nan).to(logits.dtype)
-        return torch.zeros_like(logits).scatter_(-1, choice, mass)
-    dist = torch.softmax(_divided(logits, params.temperature), dim=-1)
+    logits = logits.detach()
+    if not params.greedy and fused.fit(logits, dtypes=fused.LOGITS):
+        dist = fused.softmax(logits, torch.full(logits.shape[:-1], params.temperature))
+    else:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if params.greedy:
+            return _one_hot(logits)
+        dist = torch.softmax(_divided(logits, params.temperature), dim=-1)
     if 0 < params.top_k < dist.shape[-1]:
         # Ties are those of the logits: dividing may round two of them together.
         dist = _keep(dist, logits, logits.topk(params.top_k, dim=-1).values[..., -1:])
@@ -58,6 +59,13 @@ def probs_from_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0.0:
         dist = _keep(dist, dist, params.min_p * dist.amax(dim=-1, keepdim=True))
     return dist
+
+
+def _one_hot(logits: Tensor) -> Tensor:
+    choice = most_likely(logits)[..., None]
+    # A row without a finite largest logit has no distribution: NaN, as with softmax at other temperatures.
+    mass = torch.where(logits.gather(-1, choice).isfinite(), 1.0, torch.nan).to(logits.dtype)
+    return torch.zeros_like(logits).scatter_(-1, choice, mass)
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
@@ -140,6 +148,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Leviathan et al. 2211.17192, algorithm 1; p is the target's distribution and q the draft's, `[..., vocab]` each. No
     mass is left only where p = q up to rounding, and there a rejection has probability 0 up to rounding.
     """
+    if fused.fit(p, q):
+        return fused.residual(p, q)
     return _scaled((p - q).clamp_min_(0.0), p)
 
 
@@ -171,6 +181,8 @@ def draw(dist: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         Token ids `[rows]`, int64, never of mass 0; `vocab` for a row without mass, or not finite.
     """
+    if fused.fit(dist):
+        return fused.draw(dist, uniform)
     cumulative = dist.cumsum(dim=-1, dtype=torch.float64)
     # Below 1 the product stays below the total, which would point past the last token with mass.
     threshold = cumulative[..., -1:] * uniform[..., None].clamp_max(_BELOW_ONE)

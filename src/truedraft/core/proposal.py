@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from truedraft.core import transfers
+from truedraft.core import fused, transfers
 from truedraft.core.budget import Budget
 from truedraft.core.tree import GrowingTree, TokenTree, TreeShape, shape_of
 from truedraft.errors import DrafterError
@@ -190,8 +190,10 @@ class DrawCheck:
             probs = tables[0] if len(tables) == 1 else torch.cat(tables)
             sum_in, self._slack = _precision(probs.dtype)
             given = probs.take(self._places(nodes, trees, probs))
-            # With NaN in a distribution its least entry is NaN, and with infinity its sum is not near 1.
-            self.wanted = probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1), given
+            # With NaN or infinity in a distribution its sum is not near 1.
+            fits = fused.fit(probs)
+            of_rows = fused.sums_and_least(probs) if fits else (probs.sum(dim=-1, dtype=sum_in), probs.amin(dim=-1))
+            self.wanted = *of_rows, given
 
     def _places(self, nodes: Sequence[int], trees: Sequence[TokenTree], probs: Tensor) -> Tensor:
         vocab, device = probs.shape[-1], probs.device

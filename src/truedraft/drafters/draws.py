@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from truedraft.core import transfers
+from truedraft.core import fused, transfers
 from truedraft.core.coupled import choices_by_keys, coupled_choices
 from truedraft.core.noise import Noise, Purpose, gumbel_key, signed
 from truedraft.core.params import SamplingParams
@@ -148,6 +148,8 @@ def _is_plain(params: SamplingParams) -> bool:
 
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """`probs_from_logits` at a temperature per row, `[rows]`, float64."""
+    if fused.fit(logits, dtypes=fused.LOGITS):
+        return fused.softmax(logits, temperature.float())
     logits = logits.float()
     temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny).to(logits.dtype)
     return torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]), dim=-1)

@@ -34,10 +34,11 @@ _TABLE = {
     "eagle": _EAGLE,
     "dflash": _BLOCK,
     "dspark": _BLOCK,
+    "dflash2": "truedraft.kinds.dflash2:KINDS",
     "p-eagle": _EAGLE,
     "mtp": "truedraft.kinds.mtp:KINDS",
 }
-_TRAINED = ("draft", "eagle", "p-eagle", "dspark", "dflash", "redrafter", "medusa", "ngram")
+_TRAINED = ("draft", "eagle", "p-eagle", "dspark", "dflash2", "dflash", "redrafter", "medusa", "ngram")
 
 
 def dotted(name: str) -> Any:

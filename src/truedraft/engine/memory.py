@@ -339,6 +339,14 @@ def _pool_of(model: LanguageModel) -> CachePool:
     return pool if pool is not None else CachePool(model.context_length, keep=0)
 
 
+def bytes_of_cache(model: LanguageModel, tokens: int) -> int:
+    """Bytes of keys, values and states of one request with so many tokens."""
+    pool = _pool_of(model)
+    if not pool.position_bytes:
+        _use_a_cache(model, pool)
+    return pool.bytes_for_one(tokens)
+
+
 def _use_a_cache(model: LanguageModel, pool: CachePool) -> None:
     with model.trying() as cache:
         with torch.inference_mode():

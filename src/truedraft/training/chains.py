@@ -189,6 +189,9 @@ class UnrolledStep:
     tokens: Tensor
     chains: Tensor
 
+    def at(self, rows: slice) -> UnrolledStep:
+        return UnrolledStep(self.leaving[rows], self.target[rows], self.tokens[rows], self.chains[rows])
+
 
 class Chains(ABC):
     """A head in float32 that reads answers of its target, and predicts as many tokens at each place as in decoding."""
@@ -219,6 +222,12 @@ class Chains(ABC):
 
     def logits(self, vectors: Tensor) -> Tensor:
         return self.lm_head(vectors) if self.head.lm_head is None else self.head.lm_head(vectors)
+
+    def loss(self, vectors: Tensor, step: UnrolledStep, loss: DistillationLoss) -> tuple[Tensor, Tensor]:
+        """The loss of rows of a step `[rows]`, and the logits that are served, `[rows, ids]`."""
+        logits = self.logits(vectors)
+        labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return distill(logits, step.target, labels, loss), logits
 
     def ids(self, tokens: Tensor) -> Tensor:
         """The draft's ids of the target's tokens; -1 where it has none."""
@@ -312,14 +321,13 @@ class ChainLoss:
         sums, accepted = torch.zeros((), device=weights.device), torch.ones_like(weights)
 
         def losses(some: list[Tensor], rows: slice) -> Iterator[Tensor]:
-            logits, target = self.chains.logits(some[0]), step.target[rows]
-            labels = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-            loss = distill(logits, target, labels, self.loss)
+            here = step.at(rows)
+            loss, logits = self.chains.loss(some[0], here, self.loss)
             sums.add_(loss.detach().sum())
             said = self.chains.acceptance(some[0])
             if self.decay is None or said is not None:
                 student = functional.log_softmax(logits.detach().float(), -1)
-                accepted[rows] = torch.minimum(target, student).exp().sum(-1)
+                accepted[rows] = torch.minimum(here.target, student).exp().sum(-1)
             if said is not None:
                 known = accepted[rows].clamp(0.0, 1.0)
                 loss = loss + functional.binary_cross_entropy_with_logits(said.float(), known, reduction="none")

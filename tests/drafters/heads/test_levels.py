@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support.block_reference import BlockReference
+from support.dflash2_reference import DFlash2Reference
 from support.eagle_reference import EagleReference, PEagleReference
 from support.layer_heads import (
     GREEDY,
@@ -29,12 +30,15 @@ from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle, Portfolio, Prompt
 from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.errors import CompositionError, OptionError
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head": 16, "inner": 64, "most_positions": CONTEXT}
 EAGLE = Eagle3Config(48, VOCAB, (0, 1), **SIZES, reach=3)
 PEAGLE = PEagleConfig(48, VOCAB, (0, 1), **SIZES, reach=3, more_layers=2, mask_token=7)
 BLOCK = BlockConfig(48, VOCAB, (0, 1), **SIZES, block=4, mask_id=96, depth=2)
+FLASH2 = DFlash2Config(48, VOCAB, (0, 1), **SIZES, block=4, mask_id=96, depth=2, rank=8, candidates=6)
 MARKOV: dict[str, Any] = {
     "from_anchor": True, "markov": 8, "confidence": True, "confidence_reads_token": True, "block": 3,
 }  # fmt: skip
@@ -50,6 +54,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "DSpark, fewer ids": (DSparkHead, replace(BLOCK, **MARKOV | REDUCED)),
     "gated": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "gated"})),
     "recurrent": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "rnn", "confidence_reads_token": False})),
+    "DFlash 2": (DFlash2Head, FLASH2),
 }
 
 
@@ -70,17 +75,25 @@ class Flash(Records, DFlash):
     pass
 
 
+class Flash2(Records, DFlash2):
+    pass
+
+
 class Spark(Records, DSpark):
     pass
 
 
 def drafter(made: Any, **options: Any) -> Any:
-    kinds: dict[Any, Any] = {Eagle3Head: Eagle, PEagleHead: Parallel, DFlashHead: Flash, DSparkHead: Spark}
+    kinds: dict[Any, Any] = {
+        Eagle3Head: Eagle, PEagleHead: Parallel, DFlashHead: Flash, DSparkHead: Spark, DFlash2Head: Flash2,
+    }  # fmt: skip
     return kinds[type(made)](made, **options)
 
 
 def page(made: Any) -> Any:
-    pages: dict[Any, Any] = {Eagle3Head: EagleReference, PEagleHead: PEagleReference}
+    pages: dict[Any, Any] = {
+        Eagle3Head: EagleReference, PEagleHead: PEagleReference, DFlash2Head: DFlash2Reference,
+    }  # fmt: skip
     return pages.get(type(made), BlockReference)(as_transformers_runs_it(), made)
 
 
@@ -100,7 +113,7 @@ def test_chains_are_what_the_page_says(name: str) -> None:
 
 @on_all_backends
 @pytest.mark.parametrize(
-    "name", ["EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"]
+    "name", ["EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent", "DFlash 2"]
 )
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}], ids=["chain", "tree"])
 @torch.inference_mode()
@@ -154,7 +167,7 @@ def test_what_failed_for_a_batch_is_drafted_for_each_request_alone(name: str, pa
 
 
 @pytest.mark.plants_failures
-@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark"])
+@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "DFlash", "DSpark", "DFlash 2"])
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2, 1)}, {"nodes": 7}], ids=["chain", "tree", "drawn tree"])
 @torch.inference_mode()
 def test_levels_that_were_drawn_before_a_failure_are_judged(name: str, options: Any) -> None:
@@ -170,7 +183,7 @@ def test_levels_that_were_drawn_before_a_failure_are_judged(name: str, options: 
     assert torch.equal(first.probs, full.probs[:1])
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "DFlash 2"])
 @torch.inference_mode()
 def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(name: str) -> None:
     made = head(name)
@@ -193,7 +206,9 @@ def test_the_likeliest_tree_has_the_largest_products_of_a_search_by_hand(name: s
 
 
 @pytest.mark.parametrize("shape", [{}, {"nodes": 7, "beams": 3}], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["EAGLE-3, fewer ids", "P-EAGLE", "DFlash, fewer ids", "DSpark, fewer ids"])
+@pytest.mark.parametrize(
+    "name", ["EAGLE-3, fewer ids", "P-EAGLE", "DFlash, fewer ids", "DSpark, fewer ids", "DFlash 2"]
+)
 @torch.inference_mode()
 def test_seeded_and_shaped_answers_are_those_of_plain_decoding(name: str, shape: dict[str, int]) -> None:
     for options in ({"temperature": 1.0, "seed": 5}, {"logit_bias": {7: 3.0}, "presence_penalty": 0.5}):

@@ -19,6 +19,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
 from truedraft.kinds.block.drafter import BlockRunner
+from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.eagle.drafter import Eagle3Runner
 from truedraft.models.backends.graphs.replay import Recorder
 from truedraft.models.base import LanguageModel
@@ -28,13 +29,15 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=0.7, seed=5, ignore_eos=True)
 SHAPED = SamplingParams(max_tokens=12, presence_penalty=0.5, ignore_eos=True)
 TEXTS = [PROMPTS[0], PROMPTS[1], [(7 * place + 1) % VOCAB for place in range(90)]]
-NAMES = ["EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent"]
+NAMES = [
+    "EAGLE-3", "EAGLE-3, fewer ids", "P-EAGLE, fewer ids", "DFlash", "DSpark, fewer ids", "recurrent", "DFlash 2",
+]  # fmt: skip
 
 
 def drafter(name: str, recorder: Recorder | None, **options: Any) -> Any:
-    bases: dict[str, Any] = {"EAGLE-3": Eagle3, "P-EAGLE": PEagle, "DFlash": DFlash}
+    bases: dict[str, Any] = {"EAGLE-3": Eagle3, "P-EAGLE": PEagle, "DFlash": DFlash, "DFlash 2": DFlash2}
     base: Any = bases.get(name.partition(",")[0], DSpark)
-    run: Any = BlockRunner if base in (DFlash, DSpark) else Eagle3Runner
+    run: Any = getattr(base, "runs", Eagle3Runner)
 
     class Noted(Records, base):  # type: ignore[misc]
         def _new_runner(self, model: LanguageModel) -> Any:
@@ -90,6 +93,7 @@ def test_chains_are_those_drafted_level_by_level(
     [
         ("EAGLE-3, fewer ids", {"branching": (3, 2, 1)}),
         ("DFlash", {"branching": (2, 2, 1)}),
+        ("DFlash 2", {"branching": (2, 2, 1)}),
         ("recurrent", {"min_probability": 0.05}),
         ("DSpark", {"min_acceptance": 0.3}),
     ],
@@ -102,7 +106,7 @@ def test_trees_whose_levels_the_host_looks_at(name: str, options: Any) -> None:
     assert sum(each.replays for each in ours[2].recorder.made) > 5
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent", "DFlash 2"])
 @pytest.mark.parametrize("options", [{}, {"nodes": 9, "beams": 3}], ids=["chain", "tree"])
 @torch.inference_mode()
 def test_a_draft_is_one_replay_and_the_host_waits_once_for_its_shape(name: str, options: Any) -> None:
@@ -133,7 +137,7 @@ def test_what_leaves_a_block_is_what_leaves_it_unrecorded(name: str) -> None:
     found = []
     for each in (plain, runner, runner, runner):
         caches = [each.pool.acquire() for _ in vectors]
-        found.append([each.run(caches, [own[first:] for own in vectors], [5, 8, 2, 1]) for first in (0, 0)])
+        found.append([each.run(caches, [own[first:] for own in vectors], [5, 8, 2, 1])[0] for first in (0, 0)])
         assert [cache.length for cache in caches] == [2 * len(own) for own in vectors]
         for cache in caches:
             each.pool.release(cache)

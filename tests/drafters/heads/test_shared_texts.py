@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=12)
 KEPT = 1 << 24
 HEADS: dict[str, Callable[[], Any]] = {
     name: partial(lambda own: test_levels.drafter(test_levels.head(own), nodes=3), name)
-    for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "recurrent")
+    for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark", "recurrent", "DFlash 2")
 }
 
 
@@ -77,7 +77,7 @@ def test_later_turns_are_drafted_for_as_from_the_beginning(name: str, backend: s
     assert drafts(sharing) == drafts(alone) and len(drafts(sharing)) > 10
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE, fewer ids", "DFlash", "recurrent", "DFlash 2"])
 @torch.inference_mode()
 def test_pages_of_recorded_heads_are_shared_and_all_given_back(name: str) -> None:
     model = target("graphs")

@@ -33,6 +33,7 @@ from truedraft.drafters.base import StepOutcome
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.errors import CompositionError, OptionError
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
+from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
@@ -45,7 +46,7 @@ from truedraft.training.online.tenants import Tenants
 from truedraft.training.online.traffic import Answered, Score, Traffic
 
 LEARNED = [RedrafterHead, MedusaHeads, Eagle3Head, LlamaForCausalLM]
-OTHERS = [PEagleHead, DFlashHead, DSparkHead]
+OTHERS = [PEagleHead, DFlashHead, DFlash2Head, DSparkHead]
 KINDS = pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
 
 

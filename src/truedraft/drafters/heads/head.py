@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truedraft.core.rank_tree import RankTree
+from truedraft.drafters.kinds import KINDS, dotted, kind_in
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, OptionError, first_line
 from truedraft.files import user_path
 from truedraft.machine import DTYPES, dtype_name
@@ -227,10 +228,10 @@ class Head(nn.Module, ABC):
     @classmethod
     def _refuse_other_kinds(cls, about: dict[str, Any], path: Path) -> None:
         kind, version = about.get("kind"), about.get("version")
-        others = {each.kind: each.noun for each in _kinds(Head) if each is not cls}  # type: ignore[type-abstract]
-        if kind in others:
-            raise ModelError(f"{str(path)!r} holds {others[kind]}, not {cls.noun}; use {kind}:{path}")
         if kind != cls.kind:
+            found = kind_in(path)
+            if found is not None and found in KINDS and (head := KINDS[found].head):
+                raise ModelError(f"{str(path)!r} holds {dotted(head).noun}, not {cls.noun}; use {found}:{path}")
             raise ModelError(
                 f"{str(path / _CONFIG)!r} is not of {cls.noun} (its kind is {kind!r}); name a folder with {cls.noun}"
             )
@@ -312,13 +313,6 @@ def _required(each: Field[Any]) -> bool:
 
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
     return weight.to(dtype) if weight.is_floating_point() else weight
-
-
-def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
-    for each in parent.__subclasses__():
-        if hasattr(each, "kind"):
-            yield each
-        yield from _kinds(each)
 
 
 def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:

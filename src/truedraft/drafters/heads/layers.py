@@ -193,6 +193,10 @@ class LayerAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head, config.eps) if norms else None
         self._head = config.head
 
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        made: Tensor = self.o_proj(attend(self.queries(x, rotation), *self.keys(x, rotation)))
+        return made
+
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         query = self.q_proj(x).unflatten(-1, (-1, self._head))
         return rotation(query if self.q_norm is None else self.q_norm(query))
@@ -228,9 +232,7 @@ class DecoderLayer(nn.Module):
 
     def run(self, x: Tensor, entering: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """The residual stream `[rows, width]` after the layer."""
-        attention = self.self_attn
-        query, (key, value) = attention.queries(entering, rotation), attention.keys(entering, rotation)
-        x = x + attention.o_proj(attend(query, key, value))
+        x = x + self.self_attn(entering, rotation, attend)
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
 

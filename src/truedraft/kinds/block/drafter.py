@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from truedraft.core import transfers
 from truedraft.drafters.heads.layers import bits_for, copied, packed
 from truedraft.drafters.heads.levels import BEAMS, LevelDrafter, Tree
 from truedraft.errors import OptionError
-from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead, Leaving
+from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead
 from truedraft.models.attention import Blocked, ChainLayout, Scoring
 from truedraft.models.backends.graphs.growth import Grow
 from truedraft.models.backends.graphs.heads import GraphBlocks
@@ -67,12 +67,14 @@ class BlockRunner:
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
 
-    def leaving(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend)
+    def slots(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Outputs:
+        """Input of the LM head at each guessed token: `[blocks, reach, width]`."""
+        return (self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend),)
 
-    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        leaving = self.leaving_after(x, tokens, state)
-        return self.logits(leaving), leaving.state
+    @torch.inference_mode()
+    def guess(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        leaving = self.head.leaving_after(slot[0], tokens, state)
+        return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size], leaving.state
 
     @torch.inference_mode()
     def run_trees(
@@ -89,7 +91,7 @@ class BlockRunner:
         return self._graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
     @torch.inference_mode()
-    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Outputs:
         if self._graphs is not None:
             return self._graphs.run(caches, vectors, anchors)
         self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
@@ -110,10 +112,10 @@ class BlockRunner:
         head = self.head
         counts = [len(own[0]) for own in vectors]
         together = [torch.cat(layer) for layer in zip(*vectors, strict=True)]
-        rotation = self._at([range(each.length, each.length + n) for each, n in zip(caches, counts, strict=True)])
+        places = self._positions([range(each.length, each.length + n) for each, n in zip(caches, counts, strict=True)])
         for cache, count in zip(caches, counts, strict=True):
             cache.reserve(count)
-        for call, made in enumerate(head.context_keys(head.context(together), rotation)):
+        for call, made in enumerate(head.context_keys(head.context(together), self._table.at(places))):
             parts = (each.transpose(0, 1).split(counts, dim=1) for each in made)
             for cache, key, value in zip(caches, *parts, strict=True):
                 cache.write(call, key, value)
@@ -121,8 +123,8 @@ class BlockRunner:
             cache.commit(range(count))
 
     @torch.inference_mode()
-    def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Tensor:
-        """Input of the LM head at each guessed token: `[blocks, reach, width]`; caches hold all before the anchors."""
+    def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Outputs:
+        """The slots of blocks after texts; caches hold all before the anchors."""
         block = self.head.config.block
         layouts = [_block_layout(each.length, block, self.device) for each in caches]
         for cache in caches:
@@ -136,26 +138,17 @@ class BlockRunner:
                 mixed.append(layout.attend(own[0], keys, values, self._scoring))
             return torch.cat(mixed).flatten(1)
 
-        embedded = self.head.inputs(anchors, self._target.embed)
-        return self.head.vectors(embedded, self._at([range(e.length, e.length + block) for e in caches]), attend)
+        return self.slots(anchors, self._positions([range(e.length, e.length + block) for e in caches]), attend)
 
     @torch.inference_mode()
-    def leaving_after(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> Leaving:
-        return self.head.leaving_after(x, tokens, state)
+    def chances(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> list[float]:
+        """Acceptance probability of each row's token, by the confidence head; arguments as of `guess`."""
+        said = self.head.acceptance(self.head.leaving_after(slot[0], tokens, state))
+        return transfers.fetch([torch.sigmoid(said.float())])[0]
 
-    @torch.inference_mode()
-    def logits(self, leaving: Leaving) -> Tensor:
-        """`[rows, guessed]`, at most the target's ids."""
-        return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size]
-
-    @torch.inference_mode()
-    def chances(self, leaving: Leaving) -> list[float]:
-        """Acceptance probability of each row's token, by the confidence head."""
-        return transfers.fetch([torch.sigmoid(self.head.acceptance(leaving).float())])[0]
-
-    def _at(self, positions: Sequence[range]) -> Any:
-        self._table.reach(max(each.stop for each in positions))
-        return self._table.at(transfers.upload([place for each in positions for place in each], self.device))
+    def _positions(self, places: Sequence[range]) -> Tensor:
+        self._table.reach(max(each.stop for each in places))
+        return transfers.upload([place for each in places for place in each], self.device)
 
 
 def _block_layout(length: int, block: int, device: torch.device) -> ChainLayout:
@@ -171,6 +164,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     """
 
     levels = 1
+    runs: ClassVar[type[BlockRunner]] = BlockRunner
     _reads_pairs = False
     _least = 0.0  # minimum product of the confidence head's probabilities
 
@@ -179,7 +173,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         if recorder is None and target.device.type == "cuda":
             detail = f"its drafts are not recorded as CUDA graphs: the forwards of {target.name} are not"
             self.note = "; ".join(filter(None, [self.head.record.note, detail]))
-        return BlockRunner(self.head, target, recorder, self._replaced(target))
+        return self.runs(self.head, target, recorder, self._replaced(target))
 
     @property
     def _most_drafted(self) -> int:
@@ -204,28 +198,31 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
         runner = self._running[0]
         texts = [self._texts[tree.request.id] for tree in level]
         anchors = [tree.request.tokens[-1] for tree in level]
-        x = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
+        slots = runner.run([text.cache for text in texts], [text.vectors() for text in texts], anchors)
         tokens = transfers.upload(anchors, runner.device)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
         alive = [1.0] * len(level)  # probability that each open node's parent path is accepted, by the confidence head
         for slot in range(self.limits.depth):
-            of = transfers.upload([block[tree] for tree in level for _ in tree.open], x.device)
-            leaving = runner.leaving_after(x[:, slot].index_select(0, of), tokens, state)
+            of = transfers.upload([block[tree] for tree in level for _ in tree.open], runner.device)
+            read = [each[:, slot].index_select(0, of) for each in slots]
             if self._least > 0.0:
-                alive = [before * own for before, own in zip(alive, runner.chances(leaving), strict=True)]
+                alive = [before * own for before, own in zip(alive, runner.chances(read, tokens, state), strict=True)]
                 kept = [row for row, survival in enumerate(alive) if survival >= self._least]
                 level, alive = _kept(level, kept), [alive[row] for row in kept]
-                leaving = leaving.at(transfers.upload(kept, x.device))
                 if not level:
                     return
+                at = transfers.upload(kept, runner.device)
+                read, tokens = [each.index_select(0, at) for each in read], tokens.index_select(0, at)
+                state = None if state is None else state.index_select(0, at)
             rows = {each: row for row, each in enumerate((own, node) for own in level for node in own.open)}
-            level = grow(level, runner.logits(leaving))
+            logits, state = runner.guess(read, tokens, state)
+            level = grow(level, logits)
             if not level:
                 return
             tokens, parents = _open_tokens(level, runner.device)
             above = [rows[each] for each in parents]
-            state = leaving.state.index_select(0, transfers.upload(above, x.device))
+            state = state.index_select(0, transfers.upload(above, runner.device))
             alive = [alive[row] for row in above]
 
 

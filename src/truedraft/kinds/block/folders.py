@@ -38,10 +38,12 @@ _QWEN3 = {  # defaults that transformers omits from a configuration
 _ONLY = {
     "is_causal": False, "causal": False, "use_swa": False, "is_neox_style": True, "rope_is_neox_style": True,
     "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "use_aux_hidden_state": True,
+}  # fmt: skip
+"""Further options in such folders, with the only supported value."""
+_OF_DFLASH2 = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
     "selector_rank": None,
 }  # fmt: skip
-"""Further options in such folders, with the only supported value."""
 _Block = TypeVar("_Block", bound=BlockHead)
 
 
@@ -55,26 +57,10 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
     """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
-        nested, dspark = SPECULATORS in record, kind is DSparkHead
-        layer: Mapping[str, Any] = _QWEN3 | record["transformer_layer_config"] if nested else record
-        inner = record.get("dflash_config") or {}
-        named = {**record, **inner}
-        if unlike := [name for name in inner if record.get(name, inner[name]) != inner[name]]:
-            raise OptionError(
-                f"{unlike[0]} is {record[unlike[0]]!r} there, and {inner[unlike[0]]!r} in its dflash_config; take the "
-                "wrong one out"
-            )
-        for name, only in _ONLY.items():
-            if (value := named.get(name)) is not None and value != only:
-                raise OptionError(f"{name} is {value!r}, and heads are read where it is {only!r}")
+        dspark, named = kind is DSparkHead, named_in(record, _OF_DFLASH2)
         confidence = dspark and bool(named.get("enable_confidence_head", True))
         return BlockConfig(
-            **layer_sizes(record, layer, weights),
-            layers=_layers(named, nested),
-            depth=layer["num_hidden_layers"],
-            block=named["block_size"],
-            mask_id=named["mask_token_id"],
-            from_anchor=bool(named.get("sample_from_anchor", dspark)),
+            **block_sizes(record, named, weights, from_anchor=dspark),
             markov=named.get("markov_rank", 256) if dspark else 0,
             markov_kind=named.get("markov_head_type", "vanilla"),
             confidence=confidence,
@@ -82,6 +68,41 @@ def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = Fals
         )
 
     return load_layer_folder(path, kind, _HEADS, sizes, ids_in_d2t=ids_in_d2t)
+
+
+def named_in(record: Mapping[str, Any], only: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of config.json with those of its `dflash_config`; raises `OptionError` if both have one, unlike, or if
+    one differs from the only supported value, of further ones in `only`."""
+    inner = record.get("dflash_config") or {}
+    if unlike := [name for name in inner if record.get(name, inner[name]) != inner[name]]:
+        raise OptionError(
+            f"{unlike[0]} is {record[unlike[0]]!r} there, and {inner[unlike[0]]!r} in its dflash_config; take the "
+            "wrong one out"
+        )
+    named = {**record, **inner}
+    for name, supported in {**_ONLY, **only}.items():
+        if (value := named.get(name)) is not None and value != supported:
+            raise OptionError(f"{name} is {value!r}, and heads are read where it is {supported!r}")
+    return named
+
+
+def block_sizes(
+    record: Mapping[str, Any], named: Mapping[str, Any], weights: Mapping[str, Tensor], *, from_anchor: bool = False
+) -> dict[str, Any]:
+    """Entries of `BlockConfig` that all kinds of blocks have, from config.json, its `named_in`, and weights.
+
+    `from_anchor` is the kind's default. Raises `OptionError` for unsupported layers.
+    """
+    nested = SPECULATORS in record
+    layer: Mapping[str, Any] = _QWEN3 | record["transformer_layer_config"] if nested else record
+    return {
+        **layer_sizes(record, layer, weights),
+        "layers": _layers(named, nested),
+        "depth": layer["num_hidden_layers"],
+        "block": named["block_size"],
+        "mask_id": named["mask_token_id"],
+        "from_anchor": bool(named.get("sample_from_anchor", from_anchor)),
+    }
 
 
 def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
@@ -109,7 +130,7 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
             "masks guess their own tokens; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}}
-    _write_flat(head, folder, target_layers, about)
+    write_flat(head, folder, target_layers, about)
 
 
 def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
@@ -124,10 +145,11 @@ def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -
             "guesses; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers), "num_anchors": 512}
-    _write_flat(head, folder, target_layers, _markov_record(config) | about)
+    write_flat(head, folder, target_layers, _markov_record(config) | about)
 
 
-def _write_flat(head: BlockHead, folder: Path, target_layers: int, about: dict[str, Any]) -> None:
+def write_flat(head: BlockHead, folder: Path, target_layers: int, about: Mapping[str, Any]) -> None:
+    """Write a head with further entries of its config.json; raises `ModelError` if writing fails."""
     config = head.config
     record = {
         **flat_record(config, config.depth, _FAMILY),
@@ -136,10 +158,12 @@ def _write_flat(head: BlockHead, folder: Path, target_layers: int, about: dict[s
         "block_size": config.block,
         "num_target_layers": target_layers,
     }
-    write_published(folder, head.state_dict(), record | about)
+    write_published(folder, head.state_dict(), {**record, **about})
 
 
-def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "", family: str = "") -> None:
+def write_speculators_folder(
+    head: BlockHead, folder: Path, *, target: str = "", family: str = "", more: Mapping[str, Any] | None = None
+) -> None:
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
     Raises `ModelError` for unsupported heads, or if writing fails.
@@ -147,6 +171,7 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
     Args:
         head: with its own LM head exactly if its vocabulary is reduced.
         family: the target's class, such as "LlamaForCausalLM".
+        more: further entries of config.json.
     """
     config = head.config
     if config.own_output != bool(config.draft_vocab) or config.own_embedding:
@@ -154,15 +179,16 @@ def write_speculators_folder(head: BlockHead, folder: Path, *, target: str = "",
             "this format takes embedding and LM head from the target, but for an LM head over fewer ids; train one so: "
             f"truedraft train {head.kind} --tied"
         )
-    more = {
+    about = {
         "block_size": config.block,
         "mask_token_id": config.mask_id,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
         "sample_from_anchor": config.from_anchor,
         **(_markov_record(config) if head.kind == "dspark" else {}),
+        **(more or {}),
     }
     layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
-    write_speculators(head, folder, layers, more, target=target, family=family)
+    write_speculators(head, folder, layers, about, target=target, family=family)
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:

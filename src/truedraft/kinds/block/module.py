@@ -38,7 +38,7 @@ class BlockConfig(LayerConfig):
     """
 
     noun = "a block drafter"
-    counts = ("block", "depth")
+    counts: ClassVar[tuple[str, ...]] = ("block", "depth")
     flags = ("from_anchor", "confidence", "confidence_reads_token")
     usual_layers = 5
 
@@ -145,9 +145,6 @@ class Leaving:
     added: Tensor
     state: Tensor
 
-    def at(self, rows: Tensor) -> Leaving:
-        return Leaving(*(each.index_select(0, rows) for each in (self.x, self.before, self.added, self.state)))
-
 
 class BlockHead(LayerHead):
     """An anchor and the target's hidden states before it give distributions of the next tokens (2602.06036, section 4).
@@ -158,6 +155,7 @@ class BlockHead(LayerHead):
 
     place_word: ClassVar[str] = "slot"
     sizes: ClassVar[type[Any]] = BlockConfig
+    layer: ClassVar[type[DecoderLayer]] = DecoderLayer
     config: BlockConfig
 
     @classmethod
@@ -171,7 +169,7 @@ class BlockHead(LayerHead):
         width = config.width
         self.fc = nn.Linear(config.merged * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, config.eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, width, norms=True) for _ in range(config.depth))
+        self.layers = nn.ModuleList(self.layer(config, width, norms=True) for _ in range(config.depth))
         self._add_ends()
         self.markov_head = _MARKOV[config.markov_kind](config) if config.markov else None
         self.confidence_head = _ConfidenceHead(config) if config.confidence else None

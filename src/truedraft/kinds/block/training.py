@@ -118,10 +118,13 @@ class Blocks(Chains):
             if not len(on):
                 return
             before = texts.tokens[torch.as_tensor(np.minimum(anchors + step, texts.starts[-1] - 1), device=device)]
-            leaving = head.leaving_after(x[:, step], before, state)
+            leaving = self.leaving(x[:, step], before, state)
             state, blocks = leaving.state, torch.as_tensor(on, device=device)
             together = torch.cat([leaving.x, leaving.before, leaving.added], -1)
             yield UnrolledStep(together[blocks], *texts.behind(anchors[on] + step), blocks)
+
+    def leaving(self, x: Tensor, before: Tensor, state: Tensor | None) -> Leaving:
+        return self.head.leaving_after(x, before, state)
 
     def logits(self, vectors: Tensor) -> Tensor:
         return self.head.logits(self._parts(vectors), self.lm_head)

@@ -177,13 +177,14 @@ class ReadBlocks(Protocol):
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each layer's keys and values `[rows, kv_heads, head]`, from vectors `[rows, layers * width]`."""
 
-    def leaving(
+    def slots(
         self, anchors: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """The LM head's inputs `[blocks, reach, width]`, from anchors `[blocks]` and positions of all rows."""
+    ) -> Outputs:
+        """What guesses read, `[blocks, reach, ...]` each, from anchors `[blocks]` and positions of all rows."""
 
-    def guess(self, x: Tensor, tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits `[rows, ids]` and the new state, from the tokens `[rows]` before and their state, None at first."""
+    def guess(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits `[rows, ids]` and the new state, from rows of one of `slots`, the tokens `[rows]` before and their
+        state, None at first."""
 
 
 class GraphBlocks(_GraphHead):
@@ -210,15 +211,12 @@ class GraphBlocks(_GraphHead):
         self._texts.run([_text(cache, len(vectors))], vectors=vectors)
         cache.commit(range(len(vectors)))
 
-    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Tensor:
+    def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Outputs:
         """Read the next tokens of texts into their caches, and a block after each; `anchors` are their last tokens.
 
-        `vectors` are the target's, `[rows, layers * width]` for each text, without the anchors'. Returns the LM head's
-        inputs `[blocks, reach, width]`.
+        `vectors` are the target's, `[rows, layers * width]` for each text, without the anchors'. Returns the slots.
         """
-        return self._run(
-            caches, vectors, anchors, (), None, lambda inputs, numbers: (self._through(inputs, numbers[0]),)
-        )[0]
+        return self._run(caches, vectors, anchors, (), None, lambda inputs, numbers: self._through(inputs, numbers[0]))
 
     def run_trees(
         self,
@@ -264,7 +262,7 @@ class GraphBlocks(_GraphHead):
         assert inputs.vectors is not None
         return self._head.context_keys(inputs.vectors, inputs.numbers.positions)
 
-    def _through(self, inputs: list[Inputs], anchors: Tensor) -> Tensor:
+    def _through(self, inputs: list[Inputs], anchors: Tensor) -> Outputs:
         text, blocks = inputs
         numbers = blocks.numbers
         numbers.until.copy_(numbers.end.clamp_min(1).repeat_interleave(self._block))  # all of the own block
@@ -275,13 +273,13 @@ class GraphBlocks(_GraphHead):
             write(blocks, self._pages, call, key, value)
             return look(call, 0, self._scaling, query)
 
-        return self._head.leaving(anchors, numbers.positions, attend)
+        return self._head.slots(anchors, numbers.positions, attend)
 
     def _trees(self, levels: int, beams: int, grow: Grow, inputs: list[Inputs], numbers: list[Tensor]) -> Outputs:
         tokens, *own = numbers
-        x, trees, state = self._through(inputs, tokens), grow(*own), None
+        slots, trees, state = self._through(inputs, tokens), grow(*own), None
         for level in range(levels):
-            of_level = x[:, level].repeat_interleave(beams if level else 1, 0)
+            of_level = [each[:, level].repeat_interleave(beams if level else 1, 0) for each in slots]
             logits, state = self._head.guess(of_level, tokens, state)
             tokens, above = trees.grow(logits)
             state = state.index_select(0, above)

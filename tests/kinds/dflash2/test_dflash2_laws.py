@@ -1,0 +1,225 @@
+"""Chains and trees of DFlash 2: over all that can be drawn, what is emitted has exactly the target's distribution.
+
+All trees are enumerated with the probability of their tokens, on four ids with three candidates for each place, and the
+rule judges each against the target. Distributions of drafts are float32, so the sums are exact to its rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from engine.test_form_law import NoTwins, table_forms
+from support.layer_heads import random_head
+from support.tiny_models import build
+from truedraft import Engine, SamplingParams
+from truedraft.core.budget import Budget
+from truedraft.core.noise import KeyedNoise
+from truedraft.core.params import Structured
+from truedraft.core.probs import probs_from_logits
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.shaping import Shaping
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import tree_builder
+from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters.draws import Drawing, OpenNode
+from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
+from truedraft.models.backends.stock import StockBackend
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.verification.rule import DrawnToken, JudgedRow
+from truedraft.verification.speculative import SpeculativeSampling
+
+VOCAB, PROMPT, DEPTH = 4, [1, 0, 2, 1], 2
+CONFIG = DFlash2Config(
+    width=16, vocab_size=VOCAB, layers=(0, 1), heads=2, kv_heads=1, head=8, inner=16, block=DEPTH + 1, mask_id=3,
+    depth=1, group=4, rank=3, candidates=3,
+)  # fmt: skip
+ROUNDING = 1e-6
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.8},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "a bias": {"logit_bias": {1: 1.5}},
+    "a grammar": {"structured": Structured("regex", ".*")},
+}
+
+
+@cache
+def target() -> HuggingFaceModel:
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, head_dim=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return HuggingFaceModel(build(config, 3, 0.35), None, "tiny", StockBackend)
+
+
+def drafter(candidates: int = 3, **options: Any) -> DFlash2:
+    made = random_head(DFlash2Head, replace(CONFIG, candidates=candidates))
+    made.candidate_selector.successor_codebook *= 20.0  # so that the token before matters
+    found = DFlash2(made, **options)
+    found.check(target())
+    return found
+
+
+class Script(Drawing):
+    """Draws what a script says, and notes how probable that was and how many choices there were.
+
+    `stored` changes the distributions that are stored, not those that are drawn from.
+    """
+
+    def __init__(self, choices: Sequence[int], kind: DrawKind, stored: Any) -> None:
+        self.kind, self.choices, self.stored = kind, list(choices), stored
+        self.counts: list[int] = []
+        self.probability = 1.0
+
+    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
+        probs = probs_from_logits(logits, params)
+        assert ((probs > 0.0).sum(-1) <= 3).all(), "among the candidates"
+        tokens = torch.full((len(nodes), max(node.width for node in nodes)), VOCAB)
+        for row, q, node in zip(tokens, probs.double(), nodes, strict=True):
+            q = q / q.sum()
+            ids = q.nonzero().flatten().tolist()
+            orders = list(itertools.permutations(ids, min(node.width, len(ids))))
+            place = self.choices[len(self.counts)] if len(self.counts) < len(self.choices) else 0
+            self.counts.append(len(orders))
+            left = 1.0
+            for token in orders[place]:
+                self.probability *= float(q[token]) / left
+                left -= float(q[token])
+            row[: len(orders[place])] = torch.tensor(orders[place])
+        return tokens, self.stored(probs)
+
+
+def request_of(params: SamplingParams) -> DraftRequest:
+    form = NoTwins(PROMPT, len(PROMPT)) if params.structured else None
+    return DraftRequest(0, params, PROMPT, Shaping(params, PROMPT, len(PROMPT), (), (), VOCAB, form))
+
+
+def proposed(drafts: DFlash2, request: DraftRequest) -> Proposal:
+    """Behind the prompt, of which the target has shown all but the last token."""
+    model = target()
+    segment = Segment(model.new_cache(), torch.tensor(PROMPT), chain_shape(len(PROMPT)), range(len(PROMPT)))
+    shown = tuple(each[:-1].clone() for each in model.forward_showing([segment], drafts.head.config.layers).layers)
+    drafts.begin(request)
+    drafts.observe([request], [StepOutcome(Proposal.empty(), (), (), layers=shown)])
+    (found,) = drafts.propose([request], [Budget(DEPTH, 3, 9)], [KeyedNoise(0, 0, 0)])
+    drafts.end(request)
+    return found
+
+
+def all_trees(
+    drafts: DFlash2, request: DraftRequest, patch: pytest.MonkeyPatch, stored: Any
+) -> Iterator[tuple[float, Proposal]]:
+    """Every tree that can be drawn, with the probability of its tokens."""
+    (kind,) = drafts.kinds
+    choices: list[int] | None = []
+    while choices is not None:
+        script = Script(choices, kind, stored)
+        patch.setattr(tree_builder, "drawing_for", lambda params, width, script=script: script)
+        proposal = proposed(drafts, request)
+        yield script.probability, proposal
+        choices = [*choices, *[0] * (len(script.counts) - len(choices))]
+        while choices and choices[-1] + 1 == script.counts[len(choices) - 1]:
+            choices.pop()
+        choices = [*choices[:-1], choices[-1] + 1] if choices else None
+
+
+def law_of_target(request: DraftRequest) -> dict[tuple[int, ...], Tensor]:
+    """The target's distribution `[vocab]`, float64, after each path."""
+    model, found = target(), {}
+    for length in range(DEPTH + 1):
+        for path in itertools.product(range(VOCAB), repeat=length):
+            ids = torch.tensor([*PROMPT, *path])
+            segment = Segment(model.new_cache(), ids, chain_shape(len(ids)), [len(ids) - 1])
+            assert request.shaping is not None
+            shaped = request.shaping.of_paths(model.forward([segment]).logits.double(), [path])
+            found[path] = probs_from_logits(shaped, request.params)[0]
+    return found
+
+
+def emitted(proposal: Proposal, law: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], float]:
+    """The distribution of the first tokens when the rule judges a proposal against the target."""
+    found: dict[tuple[int, ...], float] = {}
+    rule, ids = SpeculativeSampling(), proposal.tree.host_ids
+
+    def walk(row: int, path: tuple[int, ...], reach: float) -> None:
+        if len(path) == DEPTH + 1:
+            found[path] = found.get(path, 0.0) + reach
+            return
+        draws = proposal.draws[row] if row >= 0 else ()
+        assert proposal.probs is not None
+        drawn = [DrawnToken(ids[own.child], own.dist, proposal.probs[own.dist].double(), own.kind) for own in draws]
+        for outcome in rule.outcomes([JudgedRow(law[path], tuple(drawn))]):
+            below = [own.child for own in draws if outcome.accepted and ids[own.child] == outcome.tokens[0]]
+            walk(below[0] + 1 if below else -1, (*path, *outcome.tokens), reach * outcome.probability)
+
+    walk(0, (), 1.0)
+    return found
+
+
+def distance(params: SamplingParams, shape: Any, patch: pytest.MonkeyPatch, stored: Any = lambda probs: probs) -> float:
+    """Total variation between what is emitted and the target's distribution of as many tokens."""
+    drafts, request = drafter(**shape), request_of(params)
+    law, total, weight = law_of_target(request), dict[tuple[int, ...], float](), 0.0
+    for probability, proposal in all_trees(drafts, request, patch, stored):
+        weight += probability
+        for path, reach in emitted(proposal, law).items():
+            total[path] = total.get(path, 0.0) + probability * reach
+    assert weight == pytest.approx(1.0, abs=1e-9)
+    apart = 0.0
+    for path in itertools.product(range(VOCAB), repeat=DEPTH + 1):
+        exact = float(torch.stack([law[path[:place]][token] for place, token in enumerate(path)]).prod())
+        apart += abs(exact - total.get(path, 0.0)) / 2
+    return apart
+
+
+@pytest.mark.parametrize("shape", [{}, {"branching": (2, 2)}], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.inference_mode()
+def test_what_is_emitted_has_the_targets_distribution(
+    name: str, temperature: float, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=temperature, **OPTIONS[name])
+    assert distance(params, shape, monkeypatch) < ROUNDING
+
+
+@pytest.mark.parametrize("shape", [{}, {"branching": (2, 2)}], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_distributions_of_other_nodes_would_bend_it(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every node of a depth drew from one distribution, whichever token is before it."""
+    params = SamplingParams(temperature=1.0)
+    assert distance(params, shape, monkeypatch, lambda probs: probs.mean(0).expand_as(probs).flip(-1)) > 0.01
+
+
+@torch.inference_mode()
+def test_nodes_of_one_depth_have_distributions_of_their_own() -> None:
+    drafts, request = drafter(branching=(2, 1)), request_of(SamplingParams(temperature=1.0))
+    probs = proposed(drafts, request).probs
+    assert probs is not None and probs.shape == (3, VOCAB)
+    assert (probs > 0.0).sum(-1).tolist() == [3, 3, 3] and float((probs[1] - probs[2]).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_form_that_forbids_every_candidate_ends_the_draft_there(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a single candidate for each place, which the form may forbid."""
+    params = SamplingParams(max_tokens=12, temperature=temperature, structured=Structured("regex", ".*"))
+    with table_forms(monkeypatch):
+        plain = Engine(target(), entropy=1).generate(PROMPT, params)
+        engine = Engine(target(), drafter(candidates=1), controller="fixed", entropy=1)
+        answers = [engine.generate(PROMPT, params) for _ in range(8)]
+    assert all(not each.warnings and each.stats.draft_tokens for each in answers)
+    assert temperature or all(each.token_ids == plain.token_ids for each in answers)
