@@ -120,6 +120,8 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 """Formats of weights, as they are typed and written."""
 BITS = {"q8": 8, "q4": 4}
 """Bits of a weight that is quantised at load, by the word typed."""
+KV_DTYPES = ("auto", "int8")
+"""Formats of keys and values, as they are typed."""
 PADDED_NAMES = ("110M", "500M", "7B")
 """Sizes that models are padded to."""
 
@@ -147,6 +149,11 @@ class MachineOptions:
     """Device and number formats of models."""
 
     dtype: str = option("auto", "auto, float32, bfloat16 or float16.", "DTYPE")
+    kv_dtype: str = option(
+        "auto",
+        "Of keys and values: auto, the model's dtype, or int8, half of bfloat16's memory and answers of its own.",
+        "DTYPE",
+    )
     device: str = option("auto", "auto, cpu, cuda or cuda:N.", "DEVICE")
     threads: int | None = option(None, "CPU threads.", "N", shown_default="torch's choice", least=1)
     no_fast_paths: bool = flag("Run models as they were loaded: nothing packed, nothing fused.")
@@ -154,7 +161,12 @@ class MachineOptions:
     @property
     def of_models(self) -> dict[str, Any]:
         """Keyword arguments of `load_model`."""
-        return {"dtype": self.dtype, "device": self.device, "fast_paths": not self.no_fast_paths}
+        return {
+            "dtype": self.dtype,
+            "device": self.device,
+            "fast_paths": not self.no_fast_paths,
+            "kv_dtype": self.kv_dtype,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (["x", "--device", "gpu"], "unknown device 'gpu'"),
         (["x", "--weights", "q5"], "unknown weights 'q5'; did you mean 'q8'? valid: q4, q8"),
         (["x", "--weights", "q8", "--no-fast-paths"], "does not run by the native forward, which alone has products"),
+        (["x", "--kv-dtype", "int4"], "unknown kv dtype 'int4'; did you mean 'int8'? valid: auto, int8"),
         (["x", "--device", "cuda:99"], "is not on this machine"),
         (["x", "--rule", "speculativ"], "unknown rule 'speculativ'; did you mean 'speculative'?"),
         (["x", "--rule", "speculative,lenience=0"], "lenience must be above 0 and at most 1, got 0", "rule"),

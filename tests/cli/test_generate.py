@@ -54,6 +54,15 @@ def test_weights_may_be_quantised_at_load(run: Run) -> None:
     assert ids[0] == ids[1]
 
 
+def test_keys_and_values_may_have_eight_bits(run: Run) -> None:
+    words = ("generate", "def add(a, b):", "--model", "embedded:target", "--json", *TOKENS, "--kv-dtype", "int8")
+    plain, drafted = (run(*words, "--drafter", each) for each in ("none", "draft,kv_dtype=int8"))
+    assert plain.status == drafted.status == 0, drafted.err
+    assert plain.record["kv_dtype"] == "int8" and "kept in 8 bits" in plain.record["note"]
+    ids = [each.record["prompts"][0]["token_ids"] for each in (plain, drafted)]
+    assert ids[0] == ids[1]
+
+
 def test_record_says_what_ran_where(run: Run, target: str) -> None:
     record = run("generate", "hello", "--model", target, "--drafter", "none", "--json", *TOKENS).record
     assert record["weights"] is None

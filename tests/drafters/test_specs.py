@@ -28,9 +28,9 @@ class Loading:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def __call__(self, name: str, *, dtype: str, device: str, fast_paths: bool) -> MarkovModel:
+    def __call__(self, name: str, *, dtype: str, device: str, fast_paths: bool, kv_dtype: str) -> MarkovModel:
         assert not fast_paths, "the target has none"
-        self.names.append(f"{name} {dtype} {device}")
+        self.names.append(f"{name} {dtype} {device}" + (f" {kv_dtype}" if kv_dtype != "auto" else ""))
         return MarkovModel.random(6, seed=2)
 
 
@@ -42,10 +42,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_draft_of_another_process(target: MarkovModel, loaded: list[str]) -> None:
-    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,async=1", target)
+    drafter = from_spec("draft:some/folder,num_speculative_tokens=3,min_probability=0.25,kv_dtype=int8,async=1", target)
     assert isinstance(drafter, ParallelDraft)
     assert drafter.limits == DraftModel(MarkovModel.random(6, seed=2), 3, min_probability=0.25).limits
-    assert (drafter.name, loaded) == ("draft", ["some/folder float64 cpu"])
+    assert (drafter.name, loaded) == ("draft", ["some/folder float64 cpu int8"])
     assert isinstance(from_spec("draft,async=0", target), DraftModel)
     params = SamplingParams(max_tokens=12)
     assert (
@@ -145,14 +145,14 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 
 @pytest.mark.parametrize("word", KINDS)
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
-    """With their defaults, where these are numbers; async is an option of the word alone."""
+    """With their defaults, where these are numbers; two are options of the word draft alone."""
     kind = KINDS[word]
     made = {"draft": DraftModel, "cascade": Cascade}.get(word) or dotted(kind.made)
     parts = {"draft": {"model"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
     found = [*inspect.signature(made).parameters.items()]
     found += [each for part in kind.parts.values() for each in inspect.signature(dotted(part)).parameters.items()]
     parameters = {name: each.default for name, each in found if name not in {"path", "target", "head", *parts}}
-    assert set(kind.options) == set(parameters) | ({"async"} if word == "draft" else set())
+    assert set(kind.options) == set(parameters) | ({"async", "kv_dtype"} if word == "draft" else set())
     for name, default in parameters.items():
         if type(default) in (int, float):
             assert float(kind.options[name]) == default, name

@@ -80,7 +80,7 @@ static Caller *new_caller(void) {
 }
 
 static void forward(Caller *c, int64_t count, uint64_t seed, element *logits, int threads) {
-    const Segment segment = {0, count, 0, 0, 256, c->keys, c->values, NULL, NULL};
+    const Segment segment = {0, count, 0, 0, 256, 0, c->keys, c->values, NULL, NULL};
     for (int64_t i = 0; i < count; i++) {
         c->tokens[i] = (int64_t)((seed + 31 * i) % VOCAB);
         c->positions[i] = c->rows[i] = i;

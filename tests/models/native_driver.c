@@ -118,8 +118,33 @@ static Scratch scratch_of(int64_t stride, int threads, int64_t chosen, int64_t e
         5 * slots + experts + chosen + 2};
 }
 
+/* A line of the cache for each key or value of a head: numbers as codes, transposed or not, and back. */
+static element *as_codes(const element *numbers, int transposed) {
+    const int64_t bytes = entry_bytes(HEAD, 1);
+    code *made = memory(KV_HEADS * bytes * CAPACITY), codes[HEAD + SCALE_BYTES];
+    for (int64_t h = 0; h < KV_HEADS; h++)
+        for (int64_t t = 0; t < CAPACITY; t++) {
+            encode(numbers + (h * CAPACITY + t) * HEAD, HEAD, codes);
+            for (int64_t d = 0; d < bytes; d++) made[h * bytes * CAPACITY + (transposed ? d * CAPACITY + t : t * bytes + d)] = codes[d];
+        }
+    return (element *)made;
+}
+
+static void print_decoded(const char *name, const element *stored, int transposed) {
+    const int64_t bytes = entry_bytes(HEAD, 1);
+    float *numbers = memory(KV_HEADS * HEAD * CAPACITY * sizeof *numbers), scale;
+    for (int64_t h = 0; h < KV_HEADS; h++)
+        for (int64_t t = 0; t < CAPACITY; t++) {
+            code codes[HEAD + SCALE_BYTES];
+            for (int64_t d = 0; d < bytes; d++) codes[d] = ((const code *)stored)[h * bytes * CAPACITY + (transposed ? d * CAPACITY + t : t * bytes + d)];
+            memcpy(&scale, codes + HEAD, sizeof scale);
+            for (int64_t d = 0; d < HEAD; d++) numbers[(h * CAPACITY + t) * HEAD + d] = codes[d] * scale;
+        }
+    print_floats(name, numbers, KV_HEADS * HEAD * CAPACITY);
+}
+
 /* A chain of 6 behind 9 cached tokens, and a tree of 5 behind 4; logits, vectors, cached keys, and the likeliest ids. */
-static void print_forward(const char *name, int64_t experts, int gate, int threads) {
+static void print_forward(const char *name, int64_t experts, int gate, int threads, int coded) {
     state = 7;
     Layer layers[LAYERS];
     element *table = elements(CAPACITY * HEAD * 3 / 2, 1.0f, 0.0f), *keys[2][LAYERS], *values[2][LAYERS];
@@ -139,13 +164,14 @@ static void print_forward(const char *name, int64_t experts, int gate, int threa
             l->gate_up.weights = ups, l->down.weights = downs, l->router = packed_linear(experts, WIDTH, 0.5f);
         }
         for (int s = 0; s < 2; s++) keys[s][i] = elements(KV_HEADS * HEAD * CAPACITY, 1.0f, 0.0f), values[s][i] = elements(KV_HEADS * HEAD * CAPACITY, 1.0f, 0.0f);
+        for (int s = 0; s < 2 && coded; s++) keys[s][i] = as_codes(keys[s][i], 1), values[s][i] = as_codes(values[s][i], 0);
     }
     const Model m = {.width = WIDTH, .heads = HEADS, .kv_heads = KV_HEADS, .head = HEAD, .inner = INNER, .layers = LAYERS, .stride = 256, .embedded = VOCAB,
                      .turned = HEAD, .gate = gate, .experts = experts, .chosen = experts ? 2 : 0, .normed = 1, .spread = experts ? 192 : 0,
                      .embedding = elements(VOCAB * WIDTH, 1.0f, 0.0f), .norm = elements(WIDTH, 0.2f, 1.0f), .eps = 1e-5f, .scale = 1.0f,
                      .lm_head = packed_linear(VOCAB, WIDTH, 0.5f), .layer = layers};
     const int32_t start[] = {0, 1, 3, 5, 8, 11}, own[] = {0, 0, 1, 0, 2, 0, 1, 3, 0, 2, 4}; /* parents -1, 0, 0, 1, 2 */
-    const Segment segment[] = {{0, 6, 9, 0, CAPACITY, keys[0], values[0], NULL, NULL}, {6, 5, 4, 0, CAPACITY, keys[1], values[1], start, own}};
+    const Segment segment[] = {{0, 6, 9, 0, CAPACITY, coded, keys[0], values[0], NULL, NULL}, {6, 5, 4, 0, CAPACITY, coded, keys[1], values[1], start, own}};
     const int64_t tokens[ROWS_FED] = {1, 5, 99, 40, 3, 7, 8, 60, 61, 2, 2}, positions[ROWS_FED] = {9, 10, 11, 12, 13, 14, 4, 5, 5, 6, 6};
     const int64_t rows[ROWS_FED] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
     int64_t first[ROWS_FED] = {0}, ids[ROWS_FED * 4];
@@ -164,7 +190,9 @@ static void print_forward(const char *name, int64_t experts, int gate, int threa
     }
     snprintf(both, sizeof both, "vectors of %s", name);
     print(both, hidden, ROWS_FED * WIDTH);
-    for (int s = 0; s < 2; s++) print("keys", keys[s][1], KV_HEADS * HEAD * CAPACITY), print("values", values[s][1], KV_HEADS * HEAD * CAPACITY);
+    for (int s = 0; s < 2; s++)
+        if (coded) print_decoded("keys", keys[s][1], 1), print_decoded("values", values[s][1], 0);
+        else print("keys", keys[s][1], KV_HEADS * HEAD * CAPACITY), print("values", values[s][1], KV_HEADS * HEAD * CAPACITY);
     truedraft_likeliest(logits, ROWS_FED, 128, VOCAB, 4, probs, ids);
     snprintf(both, sizeof both, "log probabilities of %s", name);
     print_floats(both, probs, ROWS_FED * 4);
@@ -196,10 +224,14 @@ int main(void) {
         truedraft_quantize(&l, 0, 3, bits, to);
         print_codes(bits == 4 ? "4 bits made here" : "8 bits made here", to, 3 * 3 * (scale_bytes(ONE) + code_bytes(bits)));
     }
-    print_forward("a dense model", 0, GATE, 1);
-    print_forward("a dense model", 0, GATE, 3);
-    print_forward("gelu", 0, GATE_GELU, 1);
-    print_forward("experts", 5, GATE, 1);
-    print_forward("experts", 5, GATE, 3);
+    const element *codes = as_codes(elements(KV_HEADS * HEAD * CAPACITY, 1.0f, 0.0f), 0);
+    print_codes("keys and values", (const uint8_t *)codes, KV_HEADS * entry_bytes(HEAD, 1) * CAPACITY);
+    print_forward("a dense model", 0, GATE, 1, 0);
+    print_forward("a dense model", 0, GATE, 3, 0);
+    print_forward("gelu", 0, GATE_GELU, 1, 0);
+    print_forward("experts", 5, GATE, 1, 0);
+    print_forward("experts", 5, GATE, 3, 0);
+    print_forward("codes", 0, GATE, 1, 1);
+    print_forward("codes", 0, GATE, 3, 1);
     return 0;
 }

@@ -21,7 +21,7 @@ from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
-from truedraft.models.cache import RequestCache
+from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 
 VOCAB = 2048
@@ -30,6 +30,7 @@ CONTEXTS = (5, 40, 130, 301, 511)
 # Where products over keys change their length (`cache.key_span`): with 8 tokens behind them, these lie on both sides.
 BORDERS = (505, 512, 520, 1020, 1085)
 BACKENDS: dict[str, BackendMaker] = {"stock": StockBackend, "fused": fused_backend, "native": native_backend}
+IN_CODES = ", keys and values in codes"
 
 
 def random_llama(kv_heads: int, backend: BackendMaker) -> HuggingFaceModel:
@@ -95,18 +96,26 @@ class World:
         return torch.tensor(tokens), TreeShape(tuple(parents)), nodes
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> BackendMaker:
-    if request.param == "native" and built(torch.bfloat16).library is None:
+@pytest.fixture(scope="module", params=[*BACKENDS, f"fused{IN_CODES}", f"native{IN_CODES}"])
+def named(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def backend(named: str) -> BackendMaker:
+    name = named.removesuffix(IN_CODES)
+    if name == "native" and built(torch.bfloat16).library is None:
         pytest.skip(f"no native forward: {built(torch.bfloat16).reason}")
-    if request.param != "native" and not has_bfloat16(torch.device("cpu")):
+    if name != "native" and not has_bfloat16(torch.device("cpu")):
         pytest.skip("this CPU has no instructions for bfloat16 products")
-    return BACKENDS[request.param]
+    return BACKENDS[name]
 
 
 @pytest.fixture(scope="module", params=[2, 6], ids=["grouped", "ungrouped"])
-def worlds(request: pytest.FixtureRequest, backend: BackendMaker) -> Sequence[World]:
+def worlds(request: pytest.FixtureRequest, named: str, backend: BackendMaker) -> Sequence[World]:
     model = random_llama(request.param, backend)
+    if named.endswith(IN_CODES):
+        model.quantize_cache()
     generator = torch.Generator().manual_seed(11)
     made = []
     for length in (*CONTEXTS, *BORDERS):
@@ -226,12 +235,14 @@ def test_a_row_that_does_depend_on_others_is_noticed(
 
 @torch.inference_mode()
 def test_one_other_bit_in_a_context_is_noticed(worlds: Sequence[World]) -> None:
-    """The next larger number in one value of one token in the last layer shows in some row of some world."""
+    """Other lowest bits of a token's values in the last layer, or of their codes, show in some row of some world."""
     pairs = []
     for world in worlds:
-        values = world.cache.entries()[-1][1]
+        storage = world.cache.storage
+        values = Buffers.entry(storage, storage.calls - 1, world.cache.length)[1]
+        values = values if storage.coded else values.view(torch.int16)
         before = values[:, -1].clone()
-        values[:, -1] *= 1 + 2**-7
+        values[:, -1] ^= 1
         pairs.append((world.at_once(world.cache), world.logits))
         values[:, -1] = before
         world.cache.rollback(len(world.context))

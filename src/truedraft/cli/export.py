@@ -35,7 +35,7 @@ class ExportOptions:
         heading="Drafter",
     )
     model: ModelOptions = group("Model and drafter", without=("weights",))
-    machine: MachineOptions = group("Machine", without=("device", "no_fast_paths"))
+    machine: MachineOptions = group("Machine", without=("device", "kv_dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
 

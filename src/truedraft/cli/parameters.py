@@ -27,7 +27,7 @@ from truedraft.errors import DataError, OptionError, TruedraftError, UnknownOpti
 from truedraft.files import named_adapter, refuse_lost_model, refuse_no_adapter, user_path
 from truedraft.lazy import compile_ahead
 from truedraft.models.embedded import embedded_folder
-from truedraft.options import BITS, DTYPE_NAMES, PADDED_NAMES, Group, Option, read_bytes
+from truedraft.options import BITS, DTYPE_NAMES, KV_DTYPES, PADDED_NAMES, Group, Option, read_bytes
 from truedraft.verification.specs import rule_words
 
 Command = Callable[[Any], int]
@@ -328,6 +328,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "--dtype": lambda value: _one_of("dtype", "auto", *DTYPE_NAMES)(value.removeprefix("torch.")),
     "--for": _one_of("engine", *ENGINES),
     "--held-out": _data,
+    "--kv-dtype": _one_of("kv dtype", *KV_DTYPES),
     "--max-body-bytes": lambda value: read_bytes("max_body_bytes", value),
     "--max-cache-bytes": lambda value: read_bytes("max_cache_bytes", value),
     "--merge-adapter": refuse_no_adapter,

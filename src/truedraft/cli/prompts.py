@@ -26,8 +26,8 @@ PROMPTS_HELP = "heldout: those that ship; or a .jsonl, .json or .txt file."
 _OPTIONS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 # Keys that a line cannot set: options of the command, and options of other programs.
 _OF_THE_COMMAND = (
-    "model pad_to weights tensor_parallel merge_adapter adapters drafter rule chat compare show_drafts dtype device "
-    "threads no_fast_paths"
+    "model pad_to weights tensor_parallel merge_adapter adapters drafter rule chat compare show_drafts dtype kv_dtype "
+    "device threads no_fast_paths"
 )
 _OF_OTHERS = (
     "messages system n best_of tools max_new_tokens max_completion_tokens do_sample num_beams stop_sequences "

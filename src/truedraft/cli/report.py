@@ -150,6 +150,7 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
         "note": target.note,
         "drafter": stack.drafter,
         "dtype": dtype_name(target.dtype),
+        "kv_dtype": target.kv_dtype,
         "device": str(target.device),
         "fast_paths": list(target.fast_paths),
         "machine": machine_facts(),

@@ -116,7 +116,7 @@ class DraftOptions:
     size: DraftSizeOptions = group("Size of the draft")
     text: TextOptions = group(_ANSWERED, without=("prompt_tokens",))
     writing: WritingOptions = group(_ANSWERED)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    machine: MachineOptions = group("Machine", without=("dtype", "kv_dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
 
 
@@ -130,7 +130,7 @@ class HeadOptions:
     size: Any = group(_HEADS)
     run: RunOptions = group(_RUN)
     learning: Any = group(_RUN)
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    machine: MachineOptions = group("Machine", without=("dtype", "kv_dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     more: ClassVar[Any] = None
     """Options of only one kind."""
@@ -156,6 +156,6 @@ class NgramOptions:
     text: TextOptions = group("Text by the target, with --answers")
     writing: WritingOptions = group("Text by the target, with --answers")
     run: RunOptions = group(_RUN, without=("tracker",))
-    machine: MachineOptions = group("Machine", without=("dtype", "no_fast_paths"))
+    machine: MachineOptions = group("Machine", without=("dtype", "kv_dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
     seed: int = option(0, "Decides what the target writes.", "S", heading="Text by the target, with --answers", least=0)

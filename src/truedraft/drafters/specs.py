@@ -382,19 +382,20 @@ def suffix_store(path: str | None, target: Any, max_tokens: int = _STORED) -> An
     return SuffixStore(max_tokens, file)
 
 
-def _loading(path: str | None, target: LanguageModel) -> Callable[[], LanguageModel]:
+def _loading(path: str | None, target: LanguageModel, kv_dtype: str = "auto") -> Callable[[], LanguageModel]:
     from truedraft.machine import dtype_name
     from truedraft.models.loading import load_model
 
     dtype = dtype_name(target.dtype)
     fast = bool(target.fast_paths)  # turned off for the target, they are off for the draft
-    return partial(load_model, path or "embedded:draft", dtype=dtype, device=str(target.device), fast_paths=fast)
+    place = str(target.device)
+    return partial(load_model, path or "embedded:draft", dtype=dtype, device=place, fast_paths=fast, kv_dtype=kv_dtype)
 
 
-def _shared_ids(path: str | None, target: LanguageModel) -> LanguageModel:
+def _shared_ids(path: str | None, target: LanguageModel, kv_dtype: str = "auto") -> LanguageModel:
     from truedraft.models.translated import TranslatedModel
 
-    model = _loading(path, target)()
+    model = _loading(path, target, kv_dtype)()
     ours, theirs = model.tokenizer, target.tokenizer
     if ours is not None and theirs is not None and not ours.same_vocabulary(theirs):
         return TranslatedModel(model, target)
@@ -420,7 +421,7 @@ def draft_or_parallel(words: Words, target: LanguageModel) -> Drafter:
     draft = _draft_model(replace(words, options=options), target)
     if typed == "0":
         return draft
-    load = _loading(words.path, target)
+    load = _loading(words.path, target, options.get("kv_dtype", "auto"))
     make = partial(ahead_drafter, load, draft.limits.depth, draft.limits.min_probability, draft.context)
     return ParallelDraft(draft, DraftProcess(make))
 
@@ -481,12 +482,14 @@ OWN: Mapping[str, Kind] = {
             "branching": "3-2-1",
             "min_probability": "0",
             "context": "1024",
+            "kv_dtype": "int8",
             "async": "1",
         },
         "a smaller model, best with the same tokenizer, without MODEL the one trained for the target, or the embedded "
         "one: a chain, several chains that are merged where they agree, or by branching a tree of so many guesses at "
         "each depth; no further below a token of less than min_probability; of a long text it sees the first and the "
-        "last tokens, context in all; with async=1 another process drafts on while the target verifies",
+        "last tokens, context in all; kv_dtype is that of its own keys and values; with async=1 another process drafts "
+        "on while the target verifies",
         widest={"num_speculative_tokens": "12"},
     ),
     "self": Kind(

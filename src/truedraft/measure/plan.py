@@ -284,6 +284,7 @@ def model_facts(target: LanguageModel) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "padding": target.name.removeprefix(unpadded_name(target.name)).strip(),
         "dtype": dtype_name(target.dtype),
+        "dtype of keys and values": target.kv_dtype,
         "bytes of weights": target.weight_bytes,
         "model device": str(target.device),
     }

@@ -101,6 +101,7 @@ class LanguageModel(Reader, ABC):
     """A causal language model that runs many token trees in one forward.
 
     Attributes:
+        kv_dtype: dtype of keys and values, "int8" or "auto", which is the model's own.
         fast_paths: names of the optimisations in use, for reports.
         parameters: number of weights.
         weight_bytes: bytes of weights that one forward reads.
@@ -118,6 +119,7 @@ class LanguageModel(Reader, ABC):
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: str = "auto"
     fast_paths: tuple[str, ...] = ()
     parameters: int = 0
     weight_bytes: int = 0

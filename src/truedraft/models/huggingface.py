@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
 from truedraft.models.multimodal import placeholders_of, senses_of
@@ -133,6 +134,8 @@ class HuggingFaceModel(LanguageModel):
         notes = [padding_note_of(self._model), self._backend.note, self._context_note, self._ends_note]
         if not self.input_names and (senses := senses_of(self._model)):
             notes.append(f"it reads text only, and is given no {' and no '.join(senses)}")
+        if self.kv_dtype == "int8":
+            notes.append("its keys and values are kept in 8 bits, and answers are those of plain decoding with these")
         if self.equality == UP_TO_NEAR_TIES:
             notes.append(
                 f"equal {self.equality} (a row's last bits depend here on how many rows share its forward, so answers "
@@ -229,6 +232,16 @@ class HuggingFaceModel(LanguageModel):
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.name} cannot be given weights of {bits} bits: {error}") from error
         self._use(self._backend)
+
+    def quantize_cache(self) -> None:
+        """Keep the keys and values of all new caches as codes of 8 bits; UnsupportedModelError if it cannot."""
+        if not self._backend.reads_codes:
+            raise UnsupportedModelError(
+                f"{self.name} cannot keep keys and values in 8 bits: only forwards that run packed on a CPU, in layers "
+                "that carry no states, read these; leave --kv-dtype out"
+            )
+        self.pool = CachePool(self.context_length, storage=partial(CodedBuffers, self.dtype))
+        self.kv_dtype = "int8"
 
     def quantized(self, bits: int) -> HuggingFaceModel:
         if bits not in (8, 4):

@@ -75,7 +75,7 @@ from truedraft.models.quantized import dequantize, is_quantized
 from truedraft.models.ranks import Ranks
 from truedraft.models.sharding import refuse_unsharded
 from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
-from truedraft.options import BITS
+from truedraft.options import BITS, KV_DTYPES
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer
 
@@ -101,6 +101,7 @@ def load_model(
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     weights: str | None = None,
+    kv_dtype: str = "auto",
     tensor_parallel: int = 1,
 ) -> HuggingFaceModel:
     """Load a causal language model, unmodified, and prepare it for packed forwards.
@@ -114,12 +115,15 @@ def load_model(
         adapter: a folder written by peft, merged into the weights for all requests.
         adapters: folders of LoRA adapters by their names in requests (`SamplingParams.adapter`).
         weights: "q8" or "q4": quantise linear weights to 8 or 4 bits at load, in groups of 32; None leaves them.
+        kv_dtype: "int8" keeps keys and values in 8 bits, with a scale for each token and head; "auto" in the model's
+            dtype.
         tensor_parallel: processes of this machine that run the model together, each with a part of its weights and
             heads. Rank 0 starts the others unless a launcher did; they run and exit in this call.
 
     Raises:
         ModelNotFoundError: no such folder or name, or the hub cannot be reached.
-        UnsupportedModelError: not a causal language model, or a family that cannot run packed, or be padded.
+        UnsupportedModelError: not a causal language model, or a family that cannot run packed, be padded, or keep keys
+            and values in 8 bits.
         OptionError: an unusable dtype, device or padding size.
         ModelError: its files cannot be read, or an adapter does not fit it.
         MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
@@ -127,12 +131,17 @@ def load_model(
     log_stage(f"loading {name}")
     if weights is not None and weights not in BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
+    if kv_dtype not in KV_DTYPES:
+        raise UnknownOptionError.nearest("kv dtype", kv_dtype, KV_DTYPES)
+    in_codes = kv_dtype == "int8"
     if tensor_parallel != 1:
-        refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters}
+        refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters, "kv_dtype": in_codes}
         return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
     loaded = _load(str(name), dtype, device, revision, fast_paths, pad_to, adapter, adapters)
     if weights is not None:
         loaded.quantize(BITS[weights])
+    if in_codes:
+        loaded.quantize_cache()
     return_freed_memory()
     return loaded
 

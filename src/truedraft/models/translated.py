@@ -37,7 +37,7 @@ class TranslatedModel(LanguageModel):
         self.context_length = draft.context_length
         self.eos_token_ids = target.eos_token_ids
         self.device = draft.device
-        self.dtype = draft.dtype
+        self.dtype, self.kv_dtype = draft.dtype, draft.kv_dtype
         self.fast_paths = draft.fast_paths
         self.pool = draft.pool
         self.parameters = draft.parameters

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from truedraft.models.cache import CachePool, PagePool, Pages, PageTable, RequestCache
+from truedraft.models.cache import CachePool, CodedBuffers, PagePool, Pages, PageTable, RequestCache
 
 HEADS, KEY_WIDTH, VALUE_WIDTH, CALLS = 2, 3, 5, 2
 LIMIT = 1024
@@ -17,7 +18,11 @@ def new_page_pool() -> PagePool:
     return PagePool(Pages(CALLS, HEADS, KEY_WIDTH, torch.float32, torch.device("cpu")), LIMIT)
 
 
-POOLS: dict[str, Callable[[], CachePool]] = {"alone": lambda: CachePool(LIMIT), "pages": new_page_pool}
+POOLS: dict[str, Callable[[], CachePool]] = {
+    "alone": lambda: CachePool(LIMIT),
+    "codes": lambda: CachePool(LIMIT, storage=partial(CodedBuffers, torch.float16)),  # whole numbers come back
+    "pages": new_page_pool,
+}
 
 
 def table_of(cache: RequestCache) -> PageTable:
@@ -60,5 +65,5 @@ def assert_holds(pairs: Sequence[tuple[Tensor, Tensor]], tokens: Sequence[float]
     for call, (keys, values) in enumerate(pairs):
         expected = torch.tensor([token + 1000.0 * call for token in tokens])[None, :, None]
         assert keys.shape[:2] == values.shape[:2] == (HEADS, len(tokens))
-        assert keys.equal(expected.expand_as(keys))
-        assert values.equal(-expected.expand_as(values))
+        assert keys.float().equal(expected.expand_as(keys))
+        assert values.float().equal(-expected.expand_as(values))

@@ -47,7 +47,8 @@ def test_tokens_count_only_once_committed(pool: CachePool) -> None:
     cache.commit([0, 1])
     assert_holds(cache.entries(), [1, 2, 3, 4, 5])
     assert cache.uncommitted == 0
-    assert [keys.data_ptr() for keys, _ in cache.entries()] == before or not isinstance(cache.storage, Buffers)
+    moved = [keys.data_ptr() for keys, _ in cache.entries()] != before
+    assert not moved or not isinstance(cache.storage, Buffers) or cache.storage.coded
 
 
 def test_the_next_forward_overwrites_what_was_not_kept(pool: CachePool) -> None:

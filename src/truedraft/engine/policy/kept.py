@@ -184,6 +184,7 @@ def _place(model: LanguageModel) -> dict[str, Any]:
         "machine": this_machine(model.device),
         "model": model.name,
         "dtype": str(model.dtype),
+        "kv_dtype": model.kv_dtype,
         "fast_paths": list(model.fast_paths),
     }
 
@@ -208,7 +209,8 @@ def _drafter(drafter: Drafter) -> dict[str, Any]:
         if name.startswith("_") or name == "limits":
             continue
         if isinstance(value, LanguageModel):
-            options[name] = model_identity(value) | {"name": value.name, "dtype": str(value.dtype)}
+            dtypes = {"dtype": str(value.dtype), "kv_dtype": value.kv_dtype}
+            options[name] = model_identity(value) | {"name": value.name, **dtypes}
         elif isinstance(value, Drafter):
             options[name] = _drafter(value)
         elif value is None or isinstance(value, bool | int | float | str):

@@ -34,6 +34,7 @@ class Backend(ABC):
         bits: fewest bits of a linear weight; 0 where all are of the model's dtype.
         rows_vary: whether a row's last bits may depend on the tokens after it, even if a few forwards show no such
             case.
+        reads_codes: whether keys and values may be codes of 8 bits, `CodedBuffers`.
     """
 
     fast_paths: tuple[str, ...]
@@ -48,6 +49,7 @@ class Backend(ABC):
     bits: int = 0
     failure: str | None = None
     rows_vary: bool = False
+    reads_codes: bool = False
     warmups: int = 0
     records_chains: bool = False
 

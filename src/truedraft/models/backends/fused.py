@@ -40,6 +40,7 @@ class FusedBackend(Backend):
         self.least_rows = 4 if llama.dtype is torch.bfloat16 else 2
         self.any_threads = llama.dtype is torch.float32  # bfloat16 sums depend on their number on some processors
         self.shown_layers = len(self._layers)
+        self.reads_codes = True
         self.fast_paths = ("packed weights", "fused projections", "one loop over the layers", "tabulated positions")
 
     @staticmethod

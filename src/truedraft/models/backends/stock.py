@@ -52,6 +52,7 @@ class StockBackend(ModuleBackend):
         self.adapters = self._adapters.names
         carrying = carrying_modules(model)
         self._carries = bool(carrying)
+        self.reads_codes = not carrying and model.device.type == "cpu"
         self._recurrence = Recurrence(carrying, model.config.get_text_config().hidden_size)
         self._gives_all_rows = "logits_to_keep" not in inspect.signature(model.forward).parameters
         super().__init__(model)

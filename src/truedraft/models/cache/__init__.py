@@ -2,6 +2,7 @@
 
 from truedraft.models.cache.bounded import FIRST, BoundedContext, bounded, stored_place
 from truedraft.models.cache.buffers import WIDEST_GAP, Buffers, Entries, key_span
+from truedraft.models.cache.coded import CodedBuffers
 from truedraft.models.cache.family import BLOCK, FamilyState
 from truedraft.models.cache.pages import PAGE, PagePool, Pages, PageTable
 from truedraft.models.cache.prefixes import FEW, PrefixCache
@@ -16,6 +17,7 @@ __all__ = [
     "BoundedContext",
     "Buffers",
     "CachePool",
+    "CodedBuffers",
     "Entries",
     "FamilyState",
     "PagePool",

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from truedraft.errors import CacheError
+
 _FIRST_CAPACITY = 256
 _STEP = 64
 _ONE_BLOCK = 512
@@ -61,8 +63,10 @@ class Buffers:
     They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
     product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
     be finite: values left there by dropped tokens are set to 0. `generation` rises whenever buffers moved; addresses
-    taken before are invalid.
+    taken before are invalid. `coded` says whether entries are codes (`cache/coded.py`).
     """
+
+    coded = False
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -116,10 +120,18 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes."""
+        """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes.
+
+        Raises:
+            CacheError: they exist, with another number or other sizes.
+        """
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
             self._add(like, kv_heads, key_width, value_width)
+        sizes = ((kv_heads, key_width, self.capacity), (kv_heads, self.capacity, value_width), dtype, dtype)
+        pairs = zip(self._keys, self._values, strict=True)
+        if len(self._keys) != calls or any((k.shape, v.shape, k.dtype, v.dtype) != sizes for k, v in pairs):
+            raise CacheError("a cache of another model was given; make it by this model's new_cache")
         return self._keys, self._values
 
     def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +204,7 @@ class Buffers:
         return self._keys[call][:, :, :length].transpose(1, 2), self._values[call][:, :length]
 
     def part(self, first: int, end: int, lasting: bool) -> Entries:
-        entries = [self.entry(call, end) for call in range(self.calls)]
+        entries = [Buffers.entry(self, call, end) for call in range(self.calls)]  # as they are stored
         calls = [(keys[:, first:], values[:, first:]) for keys, values in entries]
         return Entries([(keys.clone(), values.clone()) for keys, values in calls] if lasting else calls)
 
@@ -201,4 +213,5 @@ class Buffers:
         pieces = [[(k[:, first:end], v[:, first:end]) for k, v in part.calls] for part, first, end in parts]
         for call, pairs in enumerate(zip(*pieces, strict=True)):  # none if no layer is attention
             keys, values = zip(*pairs, strict=True)
-            self.write(call, *((keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))))
+            whole = (keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
+            Buffers.write(self, call, *whole)  # as they are stored

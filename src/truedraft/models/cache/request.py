@@ -171,6 +171,7 @@ class CachePool:
     Args:
         limit: tokens of one request (the model's context).
         keep: most free caches that are kept; more are dropped.
+        storage: makes the storage of a cache.
 
     Attributes:
         in_use: number of caches that were not given back.
@@ -190,9 +191,16 @@ class CachePool:
     lost: int = 0
 
     def __init__(
-        self, limit: int, keep: int = 64, carries: bool = False, encodes: bool = False, drops: bool = True
+        self,
+        limit: int,
+        keep: int = 64,
+        carries: bool = False,
+        encodes: bool = False,
+        drops: bool = True,
+        storage: Callable[[], Storage] = Buffers,
     ) -> None:
         self._limit = limit
+        self._storage = storage
         self._keep = keep
         self.carries = carries
         self.encodes = encodes
@@ -218,7 +226,7 @@ class CachePool:
         return cache
 
     def _new(self) -> RequestCache:
-        return RequestCache(self._limit, FamilyState(self.carries, self.encodes))
+        return RequestCache(self._limit, FamilyState(self.carries, self.encodes), self._storage())
 
     def release(self, cache: RequestCache) -> None:
         cache.rollback(0)

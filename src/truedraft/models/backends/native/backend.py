@@ -83,7 +83,7 @@ class NativeBackend(Backend):
         self._make_model: Callable[[], CModel]
         self._whole: NativeBackend | None = None  # owner of the norms and the embedding of a quantised copy
         self.least_rows = 1
-        self.own_threads = True
+        self.own_threads = self.reads_codes = True
         self.shown_layers = model.layers
         bits = sorted({linear.bits for whole, _ in _linears(model) for linear in pieces(whole)})
         self.fast_paths = ("native forward", "packed weights")
@@ -244,7 +244,7 @@ class NativeBackend(Backend):
         segment = part.segment
         buffers = self._addresses(segment.cache)
         return CSegment(
-            part.start, part.count, part.length, segment.written, segment.cache.capacity,
+            part.start, part.count, part.length, segment.written, segment.cache.capacity, buffers.coded,
             ctypes.addressof(buffers.keys), ctypes.addressof(buffers.values),
             None if own is None else own[0].data_ptr(), None if own is None else own[1].data_ptr(),
         )  # fmt: skip
@@ -437,10 +437,7 @@ class _Addresses:
         self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> None:
         keys, values = buffers.addressed(calls, kv_heads, key_width, value_width, dtype)
-        sizes = ((kv_heads, key_width, buffers.capacity), (kv_heads, buffers.capacity, value_width))
-        there = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for k, v in zip(keys, values, strict=True)}
-        if len(keys) != calls or there != {(*sizes, dtype, dtype)}:
-            raise CacheError("a cache of another model was given; make it by this model's new_cache")
+        self.coded = buffers.coded
         self.generation = buffers.generation
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))

@@ -221,8 +221,8 @@ typedef struct {
 
 /* One request's share: rows start .. start + count - 1 behind `length` cached tokens and `written` uncommitted ones. */
 typedef struct {
-    int64_t start, count, length, written, capacity;
-    element *const *keys;   /* [layers]: [kv_heads, head, capacity] */
+    int64_t start, count, length, written, capacity, coded;
+    element *const *keys;   /* [layers]: [kv_heads, head, capacity]; where coded see codes.h */
     element *const *values; /* [layers]: [kv_heads, capacity, head] */
     const int32_t *own_start, *own; /* of each row the uncommitted slots of its path; NULL in a chain */
 } Segment;
@@ -460,6 +460,8 @@ static float total_of(lanes v) {
     return s;
 }
 
+#include "codes.h"
+
 static void norm(const element *x, const element *weight, float eps, Norms norms, int64_t width, element *y) {
     lanes squares = {0};
     for (int64_t i = 0; i < width; i += LANES) { lanes v = load(x + i); squares = squares + v * v; }
@@ -494,8 +496,10 @@ static void rotate(element *x, const element *table, int64_t head, int64_t inter
 /* Scores of some queries with all slots of one key head, some vectors of slots at a time. Queries are already scaled, but
  * for those that are multiplied in pairs. The slots' values are prefetched, an even share for each entry of a head. */
 static inline __attribute__((always_inline)) void score_some(
-    const float *query, float scaling, const int rows, const int vectors, const element *keys, const element *values,
+    const float *query, float scaling, const int rows, const int vectors, const int coded, const element *keys, const element *values,
     int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
+    const code *codes = (const code *)keys, *fetched = (const code *)values;
+    const int64_t bytes_of_slot = entry_bytes(head, coded), size = coded ? 1 : sizeof *values;
     for (int64_t s = from; s < to; s += vectors * LANES) {
         lanes acc[TILE][4];
 #pragma GCC unroll 8
@@ -505,8 +509,12 @@ static inline __attribute__((always_inline)) void score_some(
 #if PAIRED
         for (int64_t d = 0; d < head / 2; d++) {
             const element *first = keys + 2 * d * capacity + s;
-            for (int i = 0; i < 2; i++) __builtin_prefetch(values + s * head + (2 * d + i) * vectors * LANES, 0, 3);
-            const ints key[2] = {pairs(first, first + capacity, 0), pairs(first, first + capacity, 1)};
+            const code *of_codes = codes + 2 * d * capacity + s;
+            ints key[2];
+            for (int i = 0; i < 2; i++) {
+                __builtin_prefetch(fetched + s * bytes_of_slot + (2 * d + i) * vectors * LANES * size, 0, 3);
+                key[i] = coded ? pairs_of_codes(of_codes + i * LANES, of_codes + capacity + i * LANES) : pairs(first, first + capacity, i);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -515,9 +523,12 @@ static inline __attribute__((always_inline)) void score_some(
 #else
         for (int64_t d = 0; d < head; d++) {
             lanes key[4];
-            __builtin_prefetch(values + s * head + d * vectors * LANES, 0, 3);
+            __builtin_prefetch(fetched + s * bytes_of_slot + d * vectors * LANES * size, 0, 3);
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) key[j] = load(keys + d * capacity + s + j * LANES);
+            for (int j = 0; j < vectors; j++) {
+                const int64_t at = d * capacity + s + j * LANES;
+                key[j] = coded ? codes_as_numbers(codes + at) : load(keys + at);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 const float q = query[r * head + d];
@@ -531,16 +542,26 @@ static inline __attribute__((always_inline)) void score_some(
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) {
                 if (PAIRED) acc[r][j] = acc[r][j] * scaling;
+                if (coded) acc[r][j] = acc[r][j] * key_scales(codes + head * capacity + s + j * LANES, capacity);
                 memcpy(scores + r * stride + s + j * LANES, &acc[r][j], sizeof(lanes));
             }
     }
 }
 
 /* The same for up to 8 queries; those that are not there are computed for nothing. */
-static void score(const float *query, float scaling, int rows, const element *keys, const element *values, int64_t capacity, int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
-    if (rows <= 2) score_some(query, scaling, 2, LANES == 16 ? 2 : 4, keys, values, capacity, head, from, to, scores, stride);
-    else if (rows <= 4) score_some(query, scaling, 4, 2, keys, values, capacity, head, from, to, scores, stride);
-    else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, keys, values, capacity, head, from, to, scores, stride);
+static inline __attribute__((always_inline)) void score(
+    const float *query, float scaling, int rows, const int coded, const element *keys, const element *values, int64_t capacity,
+    int64_t head, int64_t from, int64_t to, float *scores, int64_t stride) {
+    if (rows <= 2) score_some(query, scaling, 2, LANES == 16 ? 2 : 4, coded, keys, values, capacity, head, from, to, scores, stride);
+    else if (rows <= 4) score_some(query, scaling, 4, 2, coded, keys, values, capacity, head, from, to, scores, stride);
+    else score_some(query, scaling, TILE, LANES == 16 ? 2 : 1, coded, keys, values, capacity, head, from, to, scores, stride);
+}
+
+/* The same with keys in codes, apart from the kernels of numbers, which are slower where both lie in one function. */
+static __attribute__((noinline)) void score_codes(
+    const float *query, float scaling, int rows, const element *keys, const element *values, int64_t capacity, int64_t head,
+    int64_t from, int64_t to, float *scores, int64_t stride) {
+    score(query, scaling, rows, 1, keys, values, capacity, head, from, to, scores, stride);
 }
 
 /* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
@@ -576,14 +597,15 @@ typedef struct {
 
 /* Adds weighted values of slots from .. to - 1 to the sums of some views that see them all. */
 static inline __attribute__((always_inline)) void mix_slots(
-    const View *view, const int rows, const element *values, int64_t head, int64_t from, int64_t to, const int vectors, lanes (*acc)[4]) {
+    const View *view, const int rows, const element *values, int64_t head, int64_t d, int64_t from, int64_t to, const int vectors,
+    const int coded, lanes (*acc)[4]) {
     for (int64_t i = from; i < to; i++) {
         lanes value[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) value[j] = load(values + i * head + j * LANES);
+        for (int j = 0; j < vectors; j++) value[j] = value_of(values, i, head, d + j * LANES, coded);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const float w = view[r].weights[i - view[r].from];
+            const float w = factor_of(view[r].weights[i - view[r].from], values, i, head, coded);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value[j] * w;
         }
@@ -592,7 +614,7 @@ static inline __attribute__((always_inline)) void mix_slots(
 
 /* Weighted values of up to 8 views, for some of a head's entries: what all of them see is read once. */
 static inline __attribute__((always_inline)) void mix_some(
-    const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors) {
+    const View *view, const int rows, const element *values, int64_t head, int64_t length, int64_t d, const int vectors, const int coded) {
     lanes acc[TILE][4];
     int64_t first = 0, last = INT64_MAX;
     for (int r = 0; r < rows; r++) {
@@ -601,39 +623,43 @@ static inline __attribute__((always_inline)) void mix_some(
         if (view[r].from + view[r].count < last) last = view[r].from + view[r].count;
     }
     if (last < first) last = first;
-    values += d;
     for (int r = 0; r < rows && rows > 1; r++) {
         const int64_t end = view[r].from + view[r].count;
-        mix_slots(view + r, 1, values, head, view[r].from, end < first ? end : first, vectors, acc + r);
+        mix_slots(view + r, 1, values, head, d, view[r].from, end < first ? end : first, vectors, coded, acc + r);
     }
-    mix_slots(view, rows, values, head, first, last, vectors, acc);
+    mix_slots(view, rows, values, head, d, first, last, vectors, coded, acc);
     for (int r = 0; r < rows; r++) {
-        if (rows > 1) mix_slots(view + r, 1, values, head, last, view[r].from + view[r].count, vectors, acc + r);
+        if (rows > 1) mix_slots(view + r, 1, values, head, d, last, view[r].from + view[r].count, vectors, coded, acc + r);
         for (int64_t i = 0; i < view[r].own_count; i++) {
-            const element *own = values + (length + view[r].own[i]) * head;
-            const float w = view[r].weights[view[r].count + i];
+            const int64_t own = length + view[r].own[i];
+            const float w = factor_of(view[r].weights[view[r].count + i], values, own, head, coded);
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + load(own + j * LANES) * w;
+            for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value_of(values, own, head, d + j * LANES, coded) * w;
         }
         for (int j = 0; j < vectors; j++) store(view[r].out + d + j * LANES, acc[r][j]);
     }
 }
 
 /* Mix all views, up to 4 together, or 8 and half as many entries. */
-static void mix(const View *view, int views, const element *values, int64_t head, int64_t length) {
+static inline __attribute__((always_inline)) void mix(
+    const View *view, int views, const int coded, const element *values, int64_t head, int64_t length) {
     for (int r = 0, some; r < views; r += some) {
         some = LANES == 16 && views == TILE ? TILE : views - r < 4 ? views - r : 4;
         const int most = some == TILE ? MIXED / 2 : MIXED;
         for (int64_t d = 0; d < head; d += most * LANES) {
             const int rest = (int)((head - d) / LANES);
-            if (rest < most) for (int i = 0; i < some; i++) mix_some(view + r + i, 1, values, head, length, d, rest);
-            else if (some == TILE) mix_some(view, TILE, values, head, length, d, MIXED / 2);
-            else if (some == 4) mix_some(view + r, 4, values, head, length, d, MIXED);
-            else if (some == 3) mix_some(view + r, 3, values, head, length, d, MIXED);
-            else if (some == 2) mix_some(view + r, 2, values, head, length, d, MIXED);
-            else mix_some(view + r, 1, values, head, length, d, MIXED);
+            if (rest < most) for (int i = 0; i < some; i++) mix_some(view + r + i, 1, values, head, length, d, rest, coded);
+            else if (some == TILE) mix_some(view, TILE, values, head, length, d, MIXED / 2, coded);
+            else if (some == 4) mix_some(view + r, 4, values, head, length, d, MIXED, coded);
+            else if (some == 3) mix_some(view + r, 3, values, head, length, d, MIXED, coded);
+            else if (some == 2) mix_some(view + r, 2, values, head, length, d, MIXED, coded);
+            else mix_some(view + r, 1, values, head, length, d, MIXED, coded);
         }
     }
+}
+
+static __attribute__((noinline)) void mix_codes(const View *view, int views, const element *values, int64_t head, int64_t length) {
+    mix(view, views, 1, values, head, length);
 }
 
 /* What a row of a tree sees: the context, and the slots of its own path, whose scores are put behind the context's.
@@ -659,17 +685,23 @@ typedef struct {
 static void remember(const Model *m, const Layer *l, const Batch *b, Piece p, int64_t number, const Scratch *scratch) {
     const Segment *s = p.segment;
     const int64_t head = m->head, base = s->length + s->written, turned = m->turned;
-    element *keys = s->keys[number] + p.group * head * s->capacity, *values = s->values[number] + p.group * s->capacity * head;
+    const int64_t bytes = entry_bytes(head, s->coded), group = p.group * s->capacity * bytes;
+    code *keys = (code *)s->keys[number] + group, *values = (code *)s->values[number] + group;
     element *first = scratch->projected + (s->start + p.from) * m->stride + (m->heads + p.group) * head;
     for (int64_t i = p.from; i < p.to; i++) {
         const int64_t row = s->start + i;
         element *k = first + (i - p.from) * m->stride, *v = k + m->kv_heads * head;
         if (l->key_norm) norm(k, l->key_norm, l->head_eps, m->norms, head, k);
         rotate(k, b->rotary[l->rotary] + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
-        memcpy(values + (base + i) * head, v, head * sizeof *v);
+        if (s->coded) encode(k, head, (code *)k), encode(v, head, values + (base + i) * bytes);
+        else memcpy(values + (base + i) * bytes, v, bytes);
     }
-    for (int64_t d = 0; d < head; d++) /* a line of the cache has an entry of several rows */
-        for (int64_t i = p.from; i < p.to; i++) keys[d * s->capacity + base + i] = first[(i - p.from) * m->stride + d];
+    for (int64_t d = 0; d < (s->coded ? bytes : head); d++) /* a line of the cache has an entry of several rows */
+        for (int64_t i = p.from; i < p.to; i++) {
+            const element *k = first + (i - p.from) * m->stride;
+            if (s->coded) keys[d * s->capacity + base + i] = ((const code *)k)[d];
+            else ((element *)keys)[d * s->capacity + base + i] = k[d];
+        }
 }
 
 /* Attends from a piece's queries, which are rotated here, to what the cache has. */
@@ -678,9 +710,10 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
     const int64_t group = p.group, head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
     const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
     const element *rotary = b->rotary[l->rotary];
-    const element *keys = s->keys[number] + group * head * s->capacity, *values = s->values[number] + group * s->capacity * head;
+    const int64_t before = group * s->capacity * entry_bytes(head, s->coded);
+    const element *keys = (const element *)((const code *)s->keys[number] + before), *values = (const element *)((const code *)s->values[number] + before);
     float *scores = scratch->scores + me * 2 * QUERIES * scratch->keys, *ordered = scores + QUERIES * score_stride;
-    const int tiled = BF16 && TILES && head % 32 == 0, most = tiled ? QUERIES : TILE;
+    const int tiled = BF16 && TILES && head % 32 == 0 && !s->coded, most = tiled ? QUERIES : TILE;
     View view[QUERIES];
     const int64_t *first = b->first + l->pattern * b->total, queries = p.to * each;
     float query[TILE * 256]; /* or as many in pairs */
@@ -703,7 +736,8 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
         if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         else
 #endif
-        score(query, l->scaling, n, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        if (s->coded) score_codes(query, l->scaling, n, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
+        else score(query, l->scaling, n, 0, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
         for (int r = 0; r < n; r++) {
             const int64_t i = (q + r) / each, row = s->start + i;
             float *of_slots = scores + r * score_stride;
@@ -718,7 +752,8 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
         if (tiled) tiled_mix(view, n, values, head, s->length, scores, score_stride);
         else
 #endif
-        mix(view, n, values, head, s->length);
+        if (s->coded) mix_codes(view, n, values, head, s->length);
+        else mix(view, n, 0, values, head, s->length);
     }
 }
 

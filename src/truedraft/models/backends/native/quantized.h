@@ -76,13 +76,16 @@ static inline lanes absolute(lanes v) { return (lanes)((words)v & 0x7fffffffu); 
 /* Compilers take conversions over several sizes apart where they are not told the instruction. */
 #if LANES == 16
 static inline ints load_octets(const uint8_t *p) { return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline ints load_bytes(const int8_t *p) { return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 static inline bytes as_bytes(ints v) { return (bytes)_mm512_cvtepi32_epi8((__m512i)v); }
 static inline int32_t sum_of(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
 #else
 #if defined(__AVX2__) && LANES == 8
 static inline ints load_octets(const uint8_t *p) { return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+static inline ints load_bytes(const int8_t *p) { return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 #else
 static inline ints load_octets(const uint8_t *p) { octets v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, ints); }
+static inline ints load_bytes(const int8_t *p) { bytes v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, ints); }
 #endif
 static inline bytes as_bytes(ints v) { return __builtin_convertvector(v, bytes); }
 static inline int32_t sum_of(ints v) {
@@ -157,7 +160,7 @@ static inline MAY_BE_LATE ints dot(ints sum, words codes, const int8_t *inputs) 
 
 static inline words load_codes(const uint8_t *p) { words v; memcpy(&v, p, sizeof v); return v; }
 static inline lanes octets_as_numbers(const uint8_t *p) { return __builtin_convertvector(load_octets(p), lanes); }
-static inline lanes bytes_as_numbers(const uint8_t *p) { return __builtin_convertvector((load_octets(p) ^ 128) - 128, lanes); }
+static inline lanes codes_as_numbers(const int8_t *p) { return __builtin_convertvector(load_bytes(p), lanes); }
 
 /* Numbers of float16. */
 static inline lanes load_scales(const uint8_t *p) {
@@ -194,7 +197,7 @@ static inline __attribute__((always_inline)) Maker maker_of(const uint8_t *head,
     Maker m = {.shift = all(0.0f), .zero = {0}};
     if (kind == ONE || kind == HALVES || kind == WIDE) m.zero = m.zero + (1 << (bits - 1));
     if (kind == HALVES)
-        for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * bytes_as_numbers(scales + h * UNIT + at);
+        for (int h = 0; h < 2; h++) m.scale[h] = load_scales(head + 2 * at) * codes_as_numbers((const int8_t *)scales + h * UNIT + at);
     else if (kind == NESTED) {
         m.scale[0] = m.scale[1] = load_scales(head + 2 * at) * octets_as_numbers(scales + at);
         m.shift = -(load_scales(head + 2 * (UNIT + at)) * octets_as_numbers(scales + UNIT + at));
