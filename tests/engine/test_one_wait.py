@@ -244,8 +244,8 @@ def test_windows_wait_once_more_for_what_the_target_says_behind_them(batch: str)
     assert standin.fetches.count(2) > len(standin.fetches) // 2
 
 
-@pytest.mark.parametrize(("max_batch", "fetches"), [(1, {0, 1}), (2, {1})])
-def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int, fetches: set[int]) -> None:
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int) -> None:
     """A part of a prompt that gives no row is not waited for at all."""
     target = model()
     long = [(7 * i + 1) % VOCAB for i in range(230)]
@@ -259,7 +259,7 @@ def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int, fetches:
     expected = told(run())
     with standing_in() as standin:
         assert told(run()) == expected
-    assert set(standin.fetches) == fetches
+    assert set(standin.fetches) == {0, 1}
     assert standin.fetches.count(1) > 10
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,6 +17,7 @@ from support.pairwise import by_turns
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import Cascade, Drafter, DraftModel, Medusa, NoDrafter, Portfolio, PromptLookup
+from truedraft.engine.scheduler import FixedParts
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel
 
@@ -195,15 +197,24 @@ def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> Non
         next(engine.stream(SHARED, params))
 
 
-def test_running_answers_wait_for_one_part_of_a_prompt_at_most(table: MarkovModel) -> None:
+def test_running_answers_wait_for_a_second_of_reading_at_most(table: MarkovModel) -> None:
+    """Where a step that reads takes 0.6 seconds and one that decodes 0.01, twenty of these follow two of the former."""
+
+    class Clocked(FixedParts):
+        def observe(self, record: StepRecord) -> None:
+            super().observe(replace(record, total_s=0.6 if record.prefill else 0.01))
+
     engine = Engine(table, prefix_cache_bytes=0)
+    engine._scheduler.reading = Clocked()
     running = engine.submit([1, 2, 3], SamplingParams(max_tokens=40))
     engine.step()
+    engine.step()
     for start in range(3):
-        engine.submit([start, *(SHARED * 4)[:500]], SamplingParams(max_tokens=2))
+        engine.submit([start, *(SHARED * 9)[:1000]], SamplingParams(max_tokens=2))
     fed = fed_by(engine)
+    waited = [0]
     while not running.closed:
         emitted = running.emitted
         engine.step()
-        assert running.closed or running.emitted == emitted + 1
-    assert max(fed) <= 256
+        waited.append(0 if running.emitted > emitted else waited[-1] + 1)
+    assert max(waited) == 2 and max(fed) <= 512

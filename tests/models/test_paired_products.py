@@ -45,7 +45,7 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A model by a library as it is compiled for a maker's processors."""
     maker, tiles = request.param
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(building, "_processor", lambda: f"vendor_id\t: {maker}\nflags\t: avx512_bf16")
+        monkeypatch.setattr(building, "processor", lambda: f"vendor_id\t: {maker}\nflags\t: avx512_bf16")
         monkeypatch.setattr("truedraft.machine.may_use_tiles", lambda: tiles)
         monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path_factory.mktemp("native")))
         made = built.__wrapped__(torch.bfloat16)

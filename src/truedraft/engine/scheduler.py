@@ -114,11 +114,13 @@ class FixedParts(PromptReading):
 
     def __init__(self, part: int = PIECE, most: int = 1024) -> None:
         self._part, self._most = part, most
-        self._ahead = 0.0  # seconds of reading, less those that decoding has earned
+        self._beside = False  # whether others decode while the last parts are read
+        self._ahead = 0.0  # seconds of reading beside others, less those that decoding has earned
         self._decode_s = 0.0  # of the last step that only decoded
         self._waits = False  # until decoding has caught up
 
     def parts(self, reading: Sequence[Request], decoding: bool) -> list[int]:
+        self._beside = decoding
         if not decoding:
             self._ahead, self._waits = 0.0, False
         if self._waits:
@@ -136,8 +138,9 @@ class FixedParts(PromptReading):
 
     def observe(self, record: StepRecord) -> None:
         if record.prefill:
-            self._ahead += record.total_s
-            self._waits = self._ahead >= min(_READING * _BETWEEN * self._decode_s, _LONGEST_STRETCH_S)
+            self._ahead += record.total_s * self._beside
+            longest = min(_READING * _BETWEEN * self._decode_s, _LONGEST_STRETCH_S)
+            self._waits = self._beside and self._ahead >= longest
         else:
             self._decode_s = record.total_s
             self._ahead = max(0.0, self._ahead - _READING * record.total_s)

@@ -228,6 +228,9 @@ class Head(nn.Module, ABC):
     @classmethod
     def _refuse_other_kinds(cls, about: dict[str, Any], path: Path) -> None:
         kind, version = about.get("kind"), about.get("version")
+        others = {each.kind: each.noun for each in _kinds(Head) if each is not cls}  # type: ignore[type-abstract]
+        if kind in others:
+            raise ModelError(f"{str(path)!r} holds {others[kind]}, not {cls.noun}; use {kind}:{path}")
         if kind != cls.kind:
             found = kind_in(path)
             if found is not None and found in KINDS and (head := KINDS[found].head):
@@ -313,6 +316,13 @@ def _required(each: Field[Any]) -> bool:
 
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:
     return weight.to(dtype) if weight.is_floating_point() else weight
+
+
+def _kinds(parent: type[Head]) -> Iterator[type[Head]]:
+    for each in parent.__subclasses__():
+        if hasattr(each, "kind"):
+            yield each
+        yield from _kinds(each)
 
 
 def linears_of(blocks: nn.Sequential) -> list[nn.Linear]:
