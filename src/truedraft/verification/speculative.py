@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core import probs as L
@@ -152,12 +153,17 @@ def _first_looks(
     q_x: list[dict[tuple[int, int], float]] = []
     for proposal, own in zip(proposals, probs, strict=True):
         # Entries of arrays are read several times as fast as those of tensors.
-        ids, table = proposal.tree.host_ids, own.numpy()
+        ids, table = proposal.tree.host_ids, _array(own)
         p_x.append([float(table[parent + 1, ids[node]]) for node, parent in enumerate(proposal.tree.shape.parents)])
         drawn = [draw for draws in proposal.draws for draw in draws if draw.dist >= 0]
-        table = table if proposal.probs is None else proposal.probs.cpu().numpy()  # the draft may be on another device
+        table = table if proposal.probs is None else _array(proposal.probs)
         q_x.append({(draw.child, draw.dist): float(table[draw.dist, ids[draw.child]]) for draw in drawn})
     return p_x, q_x
+
+
+def _array(table: Tensor) -> NDArray[Any]:
+    table = table.cpu()  # the draft may be on another device
+    return (table.float() if table.dtype.itemsize < 4 else table).numpy()
 
 
 _TINY = torch.finfo(torch.float64).tiny
