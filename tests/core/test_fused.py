@@ -44,6 +44,16 @@ def test_softmax_is_that_of_float64(vocab: int, temperature: float) -> None:
     assert torch.equal(*both)
 
 
+def test_a_program_with_another_default_dtype_gets_the_same() -> None:
+    logits, params = drawn(3, 20), SamplingParams(temperature=0.7)
+    usual = L.probs_from_logits(logits, params)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(L.probs_from_logits(logits, params), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("vocab", SIZES)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_rows_without_a_distribution_are_nan(vocab: int, wrong: float) -> None:

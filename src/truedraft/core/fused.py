@@ -42,12 +42,12 @@ LOGITS = (torch.float32, torch.bfloat16)
 
 
 def softmax(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """softmax(logits / temperature), float32, of `[..., vocab]` in one of `LOGITS` and temperatures `[...]`, float32.
+    """softmax(logits / temperature), float32, of `[..., vocab]` in one of `LOGITS` and temperatures `[...]`.
 
     A row with NaN, or without a finite largest logit, becomes NaN.
     """
     name = "softmax" if logits.dtype == torch.float32 else "softmax_halves"
-    return _made(name, torch.empty(logits.shape, dtype=torch.float32), logits, temperatures)
+    return _made(name, torch.empty(logits.shape, dtype=torch.float32), logits, temperatures.float())
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def _is_plain(params: SamplingParams) -> bool:
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """`probs_from_logits` at a temperature per row, `[rows]`, float64."""
     if fused.fit(logits, dtypes=fused.LOGITS):
-        return fused.softmax(logits, temperature.float())
+        return fused.softmax(logits, temperature)
     logits = logits.float()
     temperature = temperature.clamp_min(torch.finfo(logits.dtype).tiny).to(logits.dtype)
     return torch.softmax((logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]), dim=-1)
