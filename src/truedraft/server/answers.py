@@ -197,7 +197,7 @@ class View:
         accepted = self.streams[0].accepted
         steps = sum(accepted)
         summary = {
-            "mean_acceptance_length": 1.0 + stats.accepted_tokens / steps if steps else 0.0,
+            "mean_acceptance_length": 1.0 + stats.accepted_tokens / max(steps, 1),
             "draft_acceptance_rate": stats.draft_acceptance_rate,
             "acceptance_histogram": [*accepted, *[0] * (depth + 1 - len(accepted))],
             "num_spec_steps": steps,
