@@ -169,7 +169,7 @@ def _model_rows(model: dict[str, Any]) -> dict[str, str]:
         if speed
         else "",
         f"a chat of {model['context_length']:,} tokens takes {model['cache_bytes'] / 1e6:,.1f} MB of keys and values, "
-        "a shorter one as much less",
+        "shorter ones in proportion",
         f"greedy answers are {model['equality']} the same with a drafter",
         f"chats: {model['chat']}",
         model["quantised"],
