@@ -239,6 +239,69 @@ def test_a_node_has_the_bits_of_its_path_alone(name: str) -> None:
         caches[1].rollback(3)
 
 
+LONG = {"max_position_embeddings": 1024}
+LONG_CONFIGS = {
+    "llama": lambda: llama(**LONG),
+    "four to a key head of 64": lambda: llama(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=64),
+    "half a pair of vectors": lambda: GlmConfig(
+        **SIZES | LONG | {"head_dim": 80}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.4}
+    ),
+    "a window of 301": lambda: MistralConfig(**SIZES | LONG, sliding_window=301),
+    "sinks": lambda: GptOssConfig(
+        **SIZES | LONG, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=301
+    ),
+}
+TREE = TreeShape((-1, 0, 0, 1, 2, 4, 5))  # deeper than what is left of the third chunk
+
+
+def run_long(model: LanguageModel, bits: bool = True) -> list[Tensor]:
+    """Logits of a tree after 765 tokens, of many rows, and of two requests; `bits`: nodes have those of their paths alone."""
+    generator = torch.Generator().manual_seed(9)
+    ids, short = torch.randint(101, (765,), generator=generator), model.new_cache()
+    cache, nodes = model.new_cache(), torch.randint(101, (len(TREE),), generator=generator)
+    for first, end in ((0, 300), (300, 765)):
+        model.forward([Segment(cache, ids[first:end], chain_shape(end - first), ())])
+        cache.commit(range(end - first))
+    outputs = [model.forward([Segment(cache, nodes, TREE, range(len(TREE)))]).logits]
+    for node in range(len(TREE)):
+        cache.rollback(765)
+        path = list(TREE.path(node))
+        alone = model.forward([Segment(cache, nodes[path], chain_shape(len(path)), range(len(path)))])
+        assert not bits or alone.logits[-1].equal(outputs[0][node]), f"node {node}"
+    cache.rollback(765)
+    rows = model.forward([Segment(cache, ids[:40], chain_shape(40), range(40))])
+    cache.rollback(765)
+    beside = [Segment(cache, ids[:3], chain_shape(3), range(3)), Segment(short, ids[:2], chain_shape(2), range(2))]
+    both = model.forward(beside)
+    assert not bits or both.logits[:3].equal(rows.logits[:3])
+    return [each.double() for each in (*outputs, rows.logits, both.logits)]
+
+
+@needs_library
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LONG_CONFIGS)
+def test_long_contexts_are_cut_into_chunks(name: str, dtype: torch.dtype, coded: bool, threads: None) -> None:
+    """Chunks are taken by any thread, and joined in one order: a row's bits depend on what it sees alone."""
+    if built(dtype).library is None:
+        pytest.skip(built(dtype).reason)
+
+    def model_of(backend: Any) -> HuggingFaceModel:
+        made = HuggingFaceModel(build(LONG_CONFIGS[name](), seed=3, spread=0.15, dtype=dtype), None, "long", backend)
+        if coded:
+            made.quantize_cache()
+        return made
+
+    results = []
+    for count in (1, 2, 3, 5):
+        torch.set_num_threads(count)
+        results.append(run_long(model_of(native_backend)))
+        assert all(map(torch.equal, results[0], results[-1])), f"{count} threads"
+    if dtype is torch.float32 and not coded:
+        for ours, theirs in zip(results[0], run_long(model_of(StockBackend), bits=False), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
+
+
 @needs_library
 @pytest.mark.parametrize("token", [-1, 8192, 2**40])
 def test_an_unknown_token_is_refused_and_the_next_forward_runs(token: int) -> None:

@@ -22,6 +22,7 @@ from truedraft.models.attention import Full
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import (
+    CHUNK,
     LANES,
     UNIT,
     CAsked,
@@ -77,6 +78,7 @@ class NativeBackend(Backend):
         self._zeros = torch.zeros(0, dtype=torch.int64, device=_CPU)
         self._model = model = _model(llama, self._weights, widest)
         self._width, self._vocab = model.width, model.lm_head.outputs
+        self._found = model.heads * (model.head + 2)  # numbers that a row finds in a chunk
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
@@ -183,7 +185,8 @@ class NativeBackend(Backend):
         first = self._first_visible(plan)
         trees = [_slots_of(part) for part in plan.segments]  # kept alive: `_own_slots` may evict them
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
-        keys = max(part.length + len(part.segment.shape) for part in plan.segments)
+        keys = max(min(part.length, CHUNK) + len(part.segment.shape) for part in plan.segments)
+        chunks = max((part.length + len(part.segment.shape)) // CHUNK + 1 for part in plan.segments)
         threads = forward_threads()
         shown = sorted(set(layers))
         numbers = (ctypes.c_int64 * len(shown))(*shown)
@@ -195,7 +198,8 @@ class NativeBackend(Backend):
         )  # fmt: skip
         logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
-        scratch = self._scratch.of(max(total, requested), keys, threads)
+        found = total * chunks * self._found if threads > 1 < chunks else 0
+        scratch = self._scratch.of(max(total, requested), keys, threads, found)
         refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
             ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,

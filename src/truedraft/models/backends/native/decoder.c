@@ -4,11 +4,12 @@
  * GNU C's, which the compiler maps to what there is.
  *
  * Every sum runs in one fixed order that depends on the row alone: products over k from 0 up, attention over the
- * row's own keys in the order of their positions. So a row's result does not depend, to the last bit, on the other
- * rows, on the tree around it, or on the number of threads.
+ * row's own keys in the order of their positions, CHUNK of them at a time, and over these chunks in their order. So a
+ * row's result does not depend, to the last bit, on the other rows, on the tree around it, or on the number of threads.
  *
  * Numbers are rounded to the model's dtype where its own modules round them, but for attention, which stays in
- * float32 from scores to mixed values (by AMX's tiles its weights have 16 bits).
+ * float32 from scores to mixed values (its weights have 16 bits by AMX's tiles, and are bfloat16 where pairs of it are
+ * multiplied by one instruction).
  */
 #include <stdint.h>
 #include <string.h>
@@ -50,6 +51,8 @@
 #define GROUP 96 /* rows whose sums are kept while a unit's weights are read once */
 #define TILE 8   /* queries of attention that are computed together */
 #define QUERIES (TILES ? 16 : TILE) /* most of them */
+#define CHUNK 256 /* positions that a query sees together, with a softmax of their own */
+#define WIDEST 256 /* entries of a head, at most */
 #define SHARED 8 /* rows from which on inputs of products are made once for all threads, and attention is cut into pieces */
 #define PIECE (TILES ? 16 : 8) /* rows of such a piece; half as many where there are few, for both of two threads to have some */
 
@@ -250,10 +253,11 @@ typedef struct {
     int64_t *choices;         /* [rows][chosen] */
     float *shares;            /* likewise */
     int32_t *sorted;          /* [threads][listed]: see sort_slots */
-    int64_t rows, keys, room, listed; /* room: of a thread's inputs */
+    float *found;             /* [rows][heads][chunks][head + 2]: what queries find in chunks, see join_chunk */
+    int64_t rows, keys, room, listed, found_room; /* room: of a thread's inputs; found_room: floats */
 } Scratch;
 
-enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
+enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, JOIN, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
 
 /* Whether a layer of bfloat16 goes by AMX's tiles, whatever its rows are. */
 static int is_tiled(const Linear *l) { return BF16 && TILES && !l->bits && l->read % 32 == 0; }
@@ -512,7 +516,7 @@ static inline __attribute__((always_inline)) void score_some(
             const code *of_codes = codes + 2 * d * capacity + s;
             ints key[2];
             for (int i = 0; i < 2; i++) {
-                __builtin_prefetch(fetched + s * bytes_of_slot + (2 * d + i) * vectors * LANES * size, 0, 3);
+                __builtin_prefetch(fetched + s * bytes_of_slot + (2 * d + i) * vectors * LANES * size, 0, 2);
                 key[i] = coded ? pairs_of_codes(of_codes + i * LANES, of_codes + capacity + i * LANES) : pairs(first, first + capacity, i);
             }
 #pragma GCC unroll 8
@@ -564,8 +568,9 @@ static __attribute__((noinline)) void score_codes(
     score(query, scaling, rows, 1, keys, values, capacity, head, from, to, scores, stride);
 }
 
-/* Softmax in place over `count` scores, in float32; returns nothing, the weights sum to 1. */
-static void soften(float *s, int64_t count) {
+/* Softmax in place over `count` scores, in float32. The weights sum to 1; `about` gets the largest score and the sum of all
+ * exponentials of what lies below it. */
+static void soften(float *s, int64_t count, float *about) {
     const int64_t whole = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < whole; i++) s[i] = -__builtin_inff();
     lanes most = all(-__builtin_inff()), sum = {0};
@@ -578,21 +583,52 @@ static void soften(float *s, int64_t count) {
         sum = sum + v;
         memcpy(s + i, &v, sizeof v);
     }
-    const lanes scale = all(1.0f / total_of(sum));
+    about[0] = top, about[1] = total_of(sum);
+    const lanes scale = all(1.0f / about[1]);
     for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); v = v * scale; memcpy(s + i, &v, sizeof v); }
 }
 
-/* What one query sees: slots from .. from + count - 1, then, in a tree, the uncommitted slots of its own path. */
+/* What one query sees of a chunk: slots from .. from + count - 1, then, in a tree, uncommitted slots of its own path. */
 typedef struct {
     int64_t from, count, own_count;
     const int32_t *own;
-    float *weights;
-    element *out;
+    float *weights, *out;
     int64_t first; /* position of the first of them */
 } View;
 
+/* Joins what a query finds in a chunk to what it found before: the weighted mean of values `[head]`, the largest score,
+ * and the sum of exponentials, which is 0 where nothing was seen. */
+static void join_chunk(float *before, const float *chunk, int64_t head) {
+    const float *about = chunk + head;
+    float *so_far = before + head;
+    if (so_far[1] == 0.0f) { memcpy(before, chunk, (head + 2) * sizeof *chunk); return; }
+    const float most = so_far[0] > about[0] ? so_far[0] : about[0];
+    const lanes a = exponential(all(so_far[0] - most)) * so_far[1], b = exponential(all(about[0] - most)) * about[1], sum = a + b;
+    const lanes share = a / sum, other = b / sum;
+    for (int64_t d = 0; d < head; d += LANES) {
+        lanes x, y;
+        memcpy(&x, before + d, sizeof x);
+        memcpy(&y, chunk + d, sizeof y);
+        x = x * share + y * other;
+        memcpy(before + d, &x, sizeof x);
+    }
+    so_far[0] = most, so_far[1] = sum[0];
+}
+
+static void put_mean(const float *mean, int64_t head, element *to) {
+    for (int64_t d = 0; d < head; d += LANES) {
+        lanes v;
+        memcpy(&v, mean + d, sizeof v);
+        store(to + d, v);
+    }
+}
+
+static const element nothing[WIDEST];
+
 #if BF16 && TILES
 #include "tiled_attention.h"
+#elif PAIRED
+#include "paired_attention.h"
 #endif
 
 /* Adds weighted values of slots from .. to - 1 to the sums of some views that see them all. */
@@ -636,7 +672,7 @@ static inline __attribute__((always_inline)) void mix_some(
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value_of(values, own, head, d + j * LANES, coded) * w;
         }
-        for (int j = 0; j < vectors; j++) store(view[r].out + d + j * LANES, acc[r][j]);
+        for (int j = 0; j < vectors; j++) memcpy(view[r].out + d + j * LANES, &acc[r][j], sizeof(lanes));
     }
 }
 
@@ -662,23 +698,30 @@ static __attribute__((noinline)) void mix_codes(const View *view, int views, con
     mix(view, views, 1, values, head, length);
 }
 
-/* What a row of a tree sees: the context, and the slots of its own path, whose scores are put behind the context's.
- * Positions below the first visible one are left out; along a path they rise by one. */
-static void see_path(const Segment *s, int64_t row, const float *of_slots, float *ordered, View *see) {
-    const int64_t skipped = see->from > s->length ? see->from - s->length : 0;
-    see->from -= skipped;
-    see->count = s->length - see->from;
-    see->own = s->own + s->own_start[row] + skipped;
-    see->own_count = s->own_start[row + 1] - s->own_start[row] - skipped;
-    memcpy(ordered, of_slots + see->from, see->count * sizeof *ordered);
-    for (int64_t i = 0; i < see->own_count; i++) ordered[see->count + i] = of_slots[s->length + see->own[i]];
-    see->weights = ordered;
+/* The position behind the last that a row of a request sees. */
+static int64_t end_of(const Segment *s, int64_t row) {
+    return s->own ? s->length + s->own_start[row + 1] - s->own_start[row] : s->length + s->written + row + 1;
 }
 
-/* Some rows of a request, from .. to - 1, and one key head. */
+/* What a row sees of positions from .. to - 1, whose slots' scores begin with that of slot `scored`. In a tree the scores
+ * of its path are put behind those of the context: along a path positions rise by one. */
+static void look(const Segment *s, int64_t row, int64_t from, int64_t to, float *scores, int64_t scored, float *ordered, View *see) {
+    const int64_t context = !s->own || to < s->length ? to : s->length, path = from > s->length ? from : s->length;
+    see->from = see->first = from;
+    see->count = context > from ? context - from : 0;
+    see->own_count = to - from - see->count;
+    see->weights = scores + from - scored;
+    if (!see->own_count) return;
+    see->own = s->own + s->own_start[row] + path - s->length;
+    see->weights = ordered + from - scored;
+    memcpy(see->weights, scores + from - scored, see->count * sizeof *ordered);
+    for (int64_t i = 0; i < see->own_count; i++) see->weights[see->count + i] = scores[s->length + see->own[i] - scored];
+}
+
+/* Some rows of a request, from .. to - 1, one key head, and chunks of what they see. */
 typedef struct {
     const Segment *segment;
-    int64_t group, from, to;
+    int64_t group, from, to, chunk, end_chunk;
 } Piece;
 
 /* Rotates a piece's keys and writes them and its values to the cache. */
@@ -704,56 +747,79 @@ static void remember(const Model *m, const Layer *l, const Batch *b, Piece p, in
         }
 }
 
-/* Attends from a piece's queries, which are rotated here, to what the cache has. */
-static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int64_t number, const Scratch *scratch, int me) {
+/* Attends from a piece's queries, which are rotated here, to its chunks of what the cache has. What they find goes to
+ * `mixed`, or, where other threads have further chunks of as many as `apart`, to `found`. */
+static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int64_t number, const Scratch *scratch, int me, int64_t apart) {
     const Segment *s = p.segment;
-    const int64_t group = p.group, head = m->head, each = m->heads / m->kv_heads, stride = m->stride, base = s->length + s->written;
-    const int64_t end = base + s->count, score_stride = scratch->keys, turned = m->turned;
+    const int64_t group = p.group, head = m->head, each = m->heads / m->kv_heads, stride = m->stride, end = s->length + s->written + s->count;
+    const int64_t score_stride = scratch->keys, turned = m->turned, bytes = entry_bytes(head, s->coded), size = bytes / head;
     const element *rotary = b->rotary[l->rotary];
-    const int64_t before = group * s->capacity * entry_bytes(head, s->coded);
-    const element *keys = (const element *)((const code *)s->keys[number] + before), *values = (const element *)((const code *)s->values[number] + before);
-    float *scores = scratch->scores + me * 2 * QUERIES * scratch->keys, *ordered = scores + QUERIES * score_stride;
+    const code *keys = (const code *)s->keys[number] + group * s->capacity * bytes, *values = (const code *)s->values[number] + group * s->capacity * bytes;
+    float *scores = scratch->scores + me * 2 * QUERIES * score_stride, *ordered = scores + QUERIES * score_stride;
     const int tiled = BF16 && TILES && head % 32 == 0 && !s->coded, most = tiled ? QUERIES : TILE;
-    View view[QUERIES];
     const int64_t *first = b->first + l->pattern * b->total, queries = p.to * each;
-    float query[TILE * 256]; /* or as many in pairs */
+    float query[TILE * WIDEST]; /* or as many in pairs */
     for (int64_t q = p.from * each; q < queries; q += most) {
         const int n = queries - q < most ? (int)(queries - q) : most;
-        int64_t lowest = s->length;
-        memset(query, 0, sizeof query);
+        int64_t lowest = INT64_MAX, behind = 0;
+        float mean[QUERIES][WIDEST + 2], of_chunk[QUERIES][WIDEST + 2];
+        if (n < TILE) memset(query + n * head, 0, (TILE - n) * head * sizeof *query);
         for (int r = 0; r < n; r++) {
-            const int64_t row = s->start + (q + r) / each;
-            element *x = scratch->projected + row * stride + (group * each + (q + r) % each) * head;
+            const int64_t i = (q + r) / each, row = s->start + i;
+            element x[WIDEST];
+            memcpy(x, scratch->projected + row * stride + (group * each + (q + r) % each) * head, head * sizeof *x);
             if (l->query_norm) norm(x, l->query_norm, l->head_eps, m->norms, head, x);
             rotate(x, rotary + b->positions[row] * (turned + turned / 2), turned, m->interleaved);
             if (tiled) memcpy(query + r * head / 2, x, head * sizeof *x);
             else if (PAIRED) memcpy(query + r * head, x, head * sizeof *x);
             else for (int64_t d = 0; d < head; d += LANES) { lanes v = load(x + d) * l->scaling; memcpy(query + r * head + d, &v, sizeof v); }
             lowest = first[row] < lowest ? first[row] : lowest;
+            behind = end_of(s, i) > behind ? end_of(s, i) : behind;
+            mean[r][head + 1] = 0.0f;
         }
-        const int64_t furthest = s->own ? end : base + (q + n - 1) / each + 1;
+        for (int64_t c = p.chunk > lowest / CHUNK ? p.chunk : lowest / CHUNK; c < p.end_chunk && c * CHUNK < behind; c++) {
+            const int64_t begin = c * CHUNK, until = begin + CHUNK < behind ? begin + CHUNK : behind, context = s->length < lowest ? s->length : lowest;
+            /* With positions of a tree's paths all its slots are scored. */
+            const int with_paths = s->own && until > s->length;
+            const int64_t from = (with_paths && s->length < begin ? s->length : begin > context ? begin : context) / 32 * 32, to = with_paths ? end : until;
+            const element *key = (const element *)(keys + from * size), *value = (const element *)(values + from * bytes);
 #if BF16 && TILES
-        if (tiled) tiled_scores(query, l->scaling, n, keys, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
-        else
+            if (tiled) tiled_scores(query, l->scaling, n, key, s->capacity, head, 0, to - from, scores, score_stride);
+            else
 #endif
-        if (s->coded) score_codes(query, l->scaling, n, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
-        else score(query, l->scaling, n, 0, keys, values, s->capacity, head, lowest / 32 * 32, furthest, scores, score_stride);
-        for (int r = 0; r < n; r++) {
-            const int64_t i = (q + r) / each, row = s->start + i;
-            float *of_slots = scores + r * score_stride;
-            View *see = view + r;
-            *see = (View){first[row], base + i + 1 - first[row], 0, NULL, of_slots + first[row], scratch->mixed + row * stride + (group * each + (q + r) % each) * head, first[row]};
-            if (s->own) see_path(s, i, of_slots, ordered + r * score_stride + first[row] - lowest / 32 * 32, see);
-            const int64_t seen = see->count + see->own_count;
-            if (l->sinks) see->weights[seen] = l->sinks[group * each + (q + r) % each];
-            soften(see->weights, seen + (l->sinks != NULL));
+            if (s->coded) score_codes(query, l->scaling, n, key, value, s->capacity, head, 0, to - from, scores, score_stride);
+            else score(query, l->scaling, n, 0, key, value, s->capacity, head, 0, to - from, scores, score_stride);
+            View view[QUERIES];
+            int views = 0;
+            for (int r = 0; r < n; r++) {
+                const int64_t i = (q + r) / each, row = s->start + i, h = group * each + (q + r) % each, last = end_of(s, i);
+                const int64_t sees_from = first[row] > begin ? first[row] : begin, sees_to = last < until ? last : until;
+                of_chunk[r][head + 1] = 0.0f;
+                if (sees_from >= sees_to) continue;
+                View *see = view + views++;
+                look(s, i, sees_from, sees_to, scores + r * score_stride, from, ordered + r * score_stride, see);
+                see->out = apart ? scratch->found + ((row * m->heads + h) * apart + c) * (head + 2) : of_chunk[r];
+                const int sunk = l->sinks && sees_to == last;
+                if (sunk) see->weights[sees_to - sees_from] = l->sinks[h];
+                soften(see->weights, sees_to - sees_from + sunk, see->out + head);
+            }
+#if BF16 && TILES
+            if (tiled) tiled_mix(view, views, (const element *)values, head, s->length, scores, score_stride);
+            else
+#endif
+#if PAIRED && !TILES
+            if (head % 32 == 0) {
+                const int is_new = !s->coded && q == p.from * each && until + CHUNK <= s->length;
+                mix_pairs(view, views, values, head, s->length, begin, is_new ? keys + until * size : NULL, s->capacity * size, s->coded);
+            } else
+#endif
+            if (s->coded) mix_codes(view, views, (const element *)values, head, s->length);
+            else mix(view, views, 0, (const element *)values, head, s->length);
+            for (int r = 0; r < n && !apart; r++)
+                if (of_chunk[r][head + 1] != 0.0f) join_chunk(mean[r], of_chunk[r], head);
         }
-#if BF16 && TILES
-        if (tiled) tiled_mix(view, n, values, head, s->length, scores, score_stride);
-        else
-#endif
-        if (s->coded) mix_codes(view, n, values, head, s->length);
-        else mix(view, n, 0, values, head, s->length);
+        for (int r = 0; r < n && !apart; r++)
+            put_mean(mean[r], head, scratch->mixed + (s->start + (q + r) / each) * stride + (group * each + (q + r) % each) * head);
     }
 }
 
@@ -856,7 +922,8 @@ struct Job {
     void (*describe)(const Job *, int64_t step, Region *);
     int64_t begin, steps, stride; /* begin: the first layer */
     int64_t least; /* the first row that is wanted: of those before it the last layer gives keys and values alone; of experts 0 */
-    int64_t piece, pieces; /* of attention: rows of one, and how many there are; requests are looked at only by who has one */
+    int64_t piece, pieces, parts, chunks; /* of attention: rows of a piece, how many there are, and, if they are cut into chunks, of
+                                           * these; chunks: most of a request, or 0. Requests are looked at only by who has one */
     const Model *model;
     Scratch scratch;
     Batch batch;
@@ -921,18 +988,38 @@ static void make_ready(const Job *job, const Region *r, int64_t at, int me) {
 /* Pieces of a request's rows, of at most so many each. */
 static int64_t pieces_of(const Segment *s, int64_t rows) { return (s->count + rows - 1) / rows; }
 
-/* Attention of a piece; pieces are those of the first request's first key head, of its next, then of the next request. */
+/* Parts that a piece's chunks make: each is one, but those with uncommitted positions, which are the last together. */
+static int64_t parts_of(const Job *job, const Segment *s) { return job->chunks ? s->length / CHUNK + 1 : 1; }
+
+/* Attention of a piece, or of its part; pieces are those of the first request's first key head, of its next, then of the
+ * next request. */
 static void attention(const Job *job, const Region *r, int64_t at, int me) {
     const Model *m = job->model;
     const Segment *s = job->batch.segment;
-    const int64_t rows = r->kind == ATTEND ? INT64_MAX / 2 : job->piece;
-    for (int64_t some; at >= (some = pieces_of(s, rows) * m->kv_heads); s++) at -= some;
-    const int64_t from = at % pieces_of(s, rows) * rows, to = from + rows;
-    Piece p = {s, at / pieces_of(s, rows), from, to < s->count ? to : s->count};
+    const int cut = r->kind != REMEMBER;
+    for (int64_t some; at >= (some = pieces_of(s, job->piece) * m->kv_heads * (cut ? parts_of(job, s) : 1)); s++) at -= some;
+    const int64_t parts = cut ? parts_of(job, s) : 1, part = at % parts, pieces = pieces_of(s, job->piece), from = at / parts % pieces * job->piece;
+    const int is_last = part == parts - 1;
+    Piece p = {s, at / parts / pieces, from, s->count - from < job->piece ? s->count : from + job->piece, part, is_last ? INT64_MAX : part + 1};
     const Layer *l = m->layer + r->number;
-    if (r->kind != REGARD) remember(m, l, &job->batch, p, r->number, &job->scratch);
+    if (r->kind != REGARD && is_last) remember(m, l, &job->batch, p, r->number, &job->scratch);
     if (r->number == m->layers - 1 && p.from < job->least - s->start) p.from = job->least - s->start;
-    if (r->kind != REMEMBER) attend(m, l, &job->batch, p, r->number, &job->scratch, me);
+    if (r->kind != REMEMBER) attend(m, l, &job->batch, p, r->number, &job->scratch, me, job->chunks);
+}
+
+/* Joins what a query of a row found in all chunks. */
+static void join_all(const Job *job, const Region *r, int64_t at) {
+    const Model *m = job->model;
+    const Batch *b = &job->batch;
+    const int64_t head = m->head, row = b->total - r->rows / m->heads + at / m->heads, query = at % m->heads;
+    const Segment *s = b->segment;
+    while (row >= s->start + s->count) s++;
+    const int64_t first = b->first[m->layer[r->number].pattern * b->total + row] / CHUNK, last = (end_of(s, row - s->start) - 1) / CHUNK;
+    const float *found = job->scratch.found + (row * m->heads + query) * job->chunks * (head + 2);
+    float mean[WIDEST + 2];
+    mean[head + 1] = 0.0f;
+    for (int64_t c = first; c <= last; c++) join_chunk(mean, found + c * (head + 2), head);
+    put_mean(mean, head, job->scratch.mixed + row * m->stride + query * head);
 }
 
 /* The norm of a row that is wanted, for the LM head and for the caller. */
@@ -959,6 +1046,7 @@ static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
         else if (r->kind == SETTLE) settle(job, r, w);
         else if (r->kind == CHOOSE) choose_experts(job, r, w);
         else if (r->kind == MERGE) merge_experts(job, w);
+        else if (r->kind == JOIN) join_all(job, r, w);
         else attention(job, r, w, me);
 }
 
@@ -984,16 +1072,18 @@ static void of_experts(Region *r, const Model *m, const Linear *l, int kind, con
     r->experts = m->experts, r->chosen = m->chosen, r->slots_of_x = slots_of_x;
 }
 
-enum { QKV, MIX, OUT, SETTLE_OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED, SETTLE_DOWN };
+enum { QKV, MIX, JOINED, OUT, SETTLE_OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED, SETTLE_DOWN };
 
-/* The steps of a layer; of one whose sums are normed before they are added to the stream; and of one with experts. */
-static const int plain[] = {QKV, MIX, OUT, GATE_UP, DOWN};
-static const int sandwich[] = {QKV, MIX, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
-static const int routed[] = {QKV, MIX, OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED};
+/* The steps of a layer; of one whose sums are normed before they are added to the stream; and of one with experts. Where
+ * attention is not cut into chunks, nothing is joined. */
+static const int plain[] = {QKV, MIX, JOINED, OUT, GATE_UP, DOWN};
+static const int sandwich[] = {QKV, MIX, JOINED, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
+static const int routed[] = {QKV, MIX, JOINED, OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED};
 
-static const int *steps_of_a_layer(const Model *m, int64_t *count) {
+static const int *steps_of_a_layer(const Job *job, int64_t *count) {
+    const Model *m = job->model;
     const int *steps = m->experts ? routed : m->layer->after_attention ? sandwich : plain;
-    *count = (steps == routed ? sizeof routed : steps == sandwich ? sizeof sandwich : sizeof plain) / sizeof *steps;
+    *count = (steps == routed ? sizeof routed : steps == sandwich ? sizeof sandwich : sizeof plain) / sizeof *steps - !job->chunks;
     return steps;
 }
 
@@ -1001,8 +1091,8 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Model *m = job->model;
     const Scratch *s = &job->scratch;
     int64_t steps;
-    const int *of_a_layer = steps_of_a_layer(m, &steps);
-    const int64_t stride = job->stride, rows = job->batch.total, number = job->begin + step / steps, which = step % steps;
+    const int *of_a_layer = steps_of_a_layer(job, &steps);
+    const int64_t stride = job->stride, rows = job->batch.total, number = job->begin + step / steps, at = step % steps, which = at + (at >= JOINED && !job->chunks);
     const Layer *l = m->layer + number;
     const int64_t least = number == m->layers - 1 ? job->least : 0, others = rows - least; /* behind attention */
     element *stream = s->stream + least * stride, *projected = s->projected + least * stride, *active = s->active + least * stride;
@@ -1023,7 +1113,8 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
             products(r, &l->qkv, STORE, s->stream, stride, s->projected, stride, rows);
             r->norm = l->before_attention, r->eps = l->attention_eps;
             break;
-        case MIX: items(r, ATTEND, number, job->batch.segments * m->kv_heads); break;
+        case MIX: items(r, ATTEND, number, job->parts); break;
+        case JOINED: items(r, JOIN, number, others * m->heads); break;
         case OUT: products(r, &l->out, l->after_attention ? STORE : ADD, s->mixed + least * stride, stride, l->after_attention ? projected : stream, stride, others); break;
         case SETTLE_OUT:
             items(r, SETTLE, number, rows);
@@ -1063,7 +1154,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
  * prepares anything by itself, which a late one would do where the others read. */
 static void describe_shared(const Job *job, int64_t step, Region *r) {
     describe_forward(job, step / 2, r);
-    if (r->kind == ATTEND) items(r, step % 2 ? REGARD : REMEMBER, r->number, job->pieces);
+    if (r->kind == ATTEND) items(r, step % 2 ? REGARD : REMEMBER, r->number, step % 2 ? job->parts : job->pieces);
     else if (!is_in_parts(r)) r->units *= step % 2;
     else if (step % 2) r->inputs = job->scratch.inputs;
     else r->kind = READY, r->each = r->size, r->units = (r->rows + r->size - 1) / r->size;
@@ -1107,16 +1198,23 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
         else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
     }
-    int64_t steps;
-    steps_of_a_layer(m, &steps);
     int64_t least = m->experts ? 0 : b->total;
     for (int64_t r = 0; r < b->wanted; r++) least = b->rows[r] < least ? b->rows[r] : least;
     const int shared = threads > 1 && b->total >= SHARED && !m->experts; /* the caller's own inputs, of experts, lie where those of all threads do */
-    const int64_t piece = b->total < 4 * PIECE ? PIECE / 2 : PIECE;
-    int64_t pieces = 0;
-    for (int64_t i = 0; i < b->segments; i++) pieces += pieces_of(b->segment + i, piece) * m->kv_heads;
+    const int64_t piece = !shared ? INT64_MAX / 2 : b->total < 4 * PIECE ? PIECE / 2 : PIECE;
     Job job = {.describe = shared ? describe_shared : describe_forward, .stride = m->stride, .least = least,
-               .piece = piece, .pieces = pieces, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
+               .piece = piece, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
+    int64_t chunks = 0, steps;
+    for (int64_t i = 0; i < b->segments; i++) {
+        const Segment *s = b->segment + i;
+        const int64_t behind = s->length + s->written + s->count;
+        job.pieces += pieces_of(s, piece) * m->kv_heads;
+        if (s->length >= 2 * CHUNK && (behind + CHUNK - 1) / CHUNK > chunks) chunks = (behind + CHUNK - 1) / CHUNK;
+    }
+    const int few = threads > 1 && job.pieces < 4 * threads; /* too few to be as much for one thread as for another */
+    if (few && b->total * m->heads * chunks * (m->head + 2) <= scratch->found_room) job.chunks = chunks;
+    for (int64_t i = 0; i < b->segments; i++) job.parts += pieces_of(b->segment + i, piece) * m->kv_heads * parts_of(&job, b->segment + i);
+    steps_of_a_layer(&job, &steps);
     for (int64_t i = 0; i <= b->shown; i++) { /* up to each layer that is shown, then to the end */
         const int64_t end = i < b->shown ? b->layers[i] + 1 : m->layers;
         job.steps = ((end - job.begin) * steps + (i == b->shown && b->wanted ? 2 : 0)) * (1 + shared);

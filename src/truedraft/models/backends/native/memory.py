@@ -29,7 +29,10 @@ UNIT = 64
 """Outputs of a layer are padded with zeros to a multiple of this."""
 
 _CPU = torch.device("cpu")
+CHUNK = 256
+"""Positions that a query sees together."""
 _QUERIES = 16
+_MOST_FOUND = 1 << 24  # numbers, 64 MiB
 _GROUP = 96
 _MOST_THREADS = 128  # that team.h uses
 _NUMBERS: dict[str, type[Any]] = {"float": c_float, "double": c_double, "int32_t": c_int32, "int64_t": c_int64}
@@ -309,19 +312,23 @@ class Scratch:
         self._stride = stride
         self._experts, self._chosen, self._spread = experts, chosen, spread
         # A late thread may process a group of rows for an expert without rows.
-        self._room = (_GROUP if experts else 16, 512, 0)
+        self._room = (_GROUP if experts else 16, 512, 0, 0)
         self._memory: list[Tensor] = []
         self._struct = CScratch()
         self._inputs = (0, 0)
 
-    def of(self, rows: int, keys: int, threads: int) -> CScratch:
-        threads = min(threads, _MOST_THREADS)
-        if any(required > there for required, there in zip((rows, keys, threads), self._room, strict=True)):
-            # Keys by doubling: a context that grows by a token per step would reallocate at every step.
-            keys = max(keys, 2 * self._room[1]) if keys > self._room[1] else self._room[1]
+    def of(self, rows: int, keys: int, threads: int, found: int = 0) -> CScratch:
+        """Memory for at least so many rows, scores of a query, threads, and numbers that are found in chunks."""
+        threads, found = min(threads, _MOST_THREADS), found if found <= _MOST_FOUND else 0
+        if any(required > there for required, there in zip((rows, keys, threads, found), self._room, strict=True)):
+            # Keys and chunks by doubling: a context that grows by a token per step would reallocate at every step.
+            keys, found = (
+                max(required, 2 * there) if required > there else there
+                for required, there in ((keys, self._room[1]), (found, self._room[3]))
+            )
             rows, threads = max(rows, self._room[0]), max(threads, self._room[2])
             self.settle()
-            self._room = (rows, keys, threads)
+            self._room = (rows, keys, threads, found)
             span = -(-keys // 32) * 32 + 64
             shared = [self._zeros(rows, self._stride) for _ in range(4)]
             fetched = self._zeros(threads, rows, self._stride)
@@ -333,9 +340,10 @@ class Scratch:
             choices = torch.zeros(slots, dtype=torch.int64, device=_CPU)
             shares = torch.zeros(slots, dtype=torch.float32, device=_CPU)
             lists = torch.zeros(threads, listed, dtype=torch.int32, device=_CPU)
-            self._memory = [*shared, fetched, inputs, scores, *of_experts, choices, shares, lists]
+            of_chunks = torch.zeros(found, dtype=torch.float32, device=_CPU)
+            self._memory = [*shared, fetched, inputs, scores, *of_experts, choices, shares, lists, of_chunks]
             self._inputs = (inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes)
-            self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span, room, listed)
+            self._struct = CScratch(*(each.data_ptr() for each in self._memory), rows, span, room, listed, found)
         return self._struct
 
     def settle(self) -> None:

@@ -41,8 +41,6 @@ static void tiled_scores(
     }
 }
 
-static const element nothing[256];
-
 /* Where the values of a piece of positions lie that a view sees; those of others are 0. */
 static void find_values(const View *v, const element *values, int64_t head, int64_t length, int64_t piece, const element **at) {
     const int64_t of_path = v->first + v->count, end = of_path + v->own_count;
@@ -157,6 +155,6 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
         }
         if (together) put_sums(sum, sizeof *sum);
         for (int r = 0; r < n; r++)
-            for (int b = 0; b < blocks; b++) store(view[r].out + d + b * BLOCK, sum[r][b]);
+            for (int b = 0; b < blocks; b++) memcpy(view[r].out + d + b * BLOCK, &sum[r][b], sizeof(lanes));
     }
 }
