@@ -10,14 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from support.backends import fused_backend
+from support.tiny_models import GROUPED, build
 from truedraft.drafters import DraftModel, from_spec, registry
 from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter, find_drafters, list_drafters, write_record
-from truedraft.drafters.specs import draft_from_spec
+from truedraft.drafters.specs import auto_members, draft_from_spec
 from truedraft.errors import CompositionError, ModelError, OptionError
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.models import loading
+from truedraft.models.backends.sequential import SequentialBackend
+from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel
 
 OURS, OTHERS = "0" * 32, "1" * 32
@@ -257,6 +262,25 @@ def test_auto_takes_two_of_a_kind_and_leaves_what_cannot_be_used(
     assert "'5 token ids" in told[1].replace("has 5", "'5") and len(told) == 2
     with pytest.warns(UserWarning, match="is left out"):
         from_spec("auto", target, [tmp_path / "all"])
+
+
+def test_auto_shows_a_draft_no_more_of_a_text_than_its_training_did(
+    tmp_path: Path, target: Weighty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its caches can drop tokens: models that run one text at a time have none that do."""
+    made = build(LlamaConfig(**GROUPED | {"vocab_size": 6}), seed=3)
+    packed = HuggingFaceModel(made, None, "packed", fused_backend)
+    for age, (name, figures) in enumerate((("short", {"context": 512}), ("any", {}), ("states", {"context": 512}))):
+        write_record(draft(tmp_path / "all" / name), "draft", "some/model", OURS, figures)
+        os.utime(tmp_path / "all" / name / "drafter.json", (1e9 - age, 1e9 - age))
+    states = HuggingFaceModel(
+        build(LlamaConfig(**GROUPED | {"vocab_size": 6}), seed=3), None, "states", SequentialBackend
+    )
+    monkeypatch.setattr(loading, "load_model", lambda name, **_: states if name.endswith("states") else packed)
+    found = auto_members(target, [tmp_path / "all"], most=3)[:3]
+    contexts = {Path(str(words.path)).name: words.options.get("context") for words, _ in found}
+    assert contexts == {"short": "512", "any": None, "states": None}
+    assert [each.context for _, each in found if isinstance(each, DraftModel)] == [512, None, None]
 
 
 def test_kinds_without_a_path_are_looked_for_where_auto_looks(

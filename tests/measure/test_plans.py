@@ -151,8 +151,9 @@ def test_what_is_tried_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kind_alone_names_what_auto_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bare word is the newest of the kind, which auto may have left out."""
     target, place = packed("llama"), "truedraft.measure.candidates"
-    monkeypatch.setattr(f"{place}.auto_members", lambda *_, **__: [(Words("drafter", "draft", "old", {}), None)])
-    for newest, words in (("new", "draft:old"), ("old", "draft")):
+    options = {"num_speculative_tokens": "12", "context": "512"}
+    monkeypatch.setattr(f"{place}.auto_members", lambda *_, **__: [(Words("drafter", "draft", "old", options), None)])
+    for newest, words in (("new", "draft:old,context=512"), ("old", "draft,context=512")):
         found = [SimpleNamespace(kind="draft", folder=name) for name in dict.fromkeys((newest, "old"))]
         monkeypatch.setattr(f"{place}.find_drafters", lambda _, found=found: found)
         assert list(fitting_drafters(target)) == [words]

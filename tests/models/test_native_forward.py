@@ -255,7 +255,7 @@ TREE = TreeShape((-1, 0, 0, 1, 2, 4, 5))  # deeper than what is left of the thir
 
 
 def run_long(model: LanguageModel, bits: bool = True) -> list[Tensor]:
-    """Logits of a tree after 765 tokens, of many rows, and of two requests; `bits`: nodes have those of their paths alone."""
+    """Logits of a tree after 765 tokens, of many rows, and of two requests; `bits`: nodes have those of their paths."""
     generator = torch.Generator().manual_seed(9)
     ids, short = torch.randint(101, (765,), generator=generator), model.new_cache()
     cache, nodes = model.new_cache(), torch.randint(101, (len(TREE),), generator=generator)

@@ -97,6 +97,12 @@ class TrainedDrafter:
         )
 
     @property
+    def bound(self) -> dict[str, str]:
+        """The option `context` that goes with its training; none where the folder does not say how long texts were."""
+        context = self.figures.get("context")
+        return {"context": str(context)} if isinstance(context, int) else {}
+
+    @property
     def tokens_per_call(self) -> dict[float, float]:
         """The most measured tokens per target call in the engine, by temperature."""
         served = self.figures.get("served")

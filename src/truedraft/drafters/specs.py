@@ -199,7 +199,8 @@ def auto_members(
     """The drafters that `auto` chooses among, each with its specification.
 
     These are its 4-bit weights, if it is large enough to gain; the MTP layer in its checkpoint; the newest `most`
-    drafters of each kind that were trained for it and measured a gain; and prompt lookup.
+    drafters of each kind that were trained for it and measured a gain, which see no more of a text than in training;
+    and prompt lookup.
     """
     members: list[tuple[Words, Drafter]] = []
     taken: Counter[str] = Counter()
@@ -207,7 +208,7 @@ def auto_members(
         if taken[words.kind] == most:
             continue
         try:
-            drafter = KINDS[words.kind].make(words, target)
+            words, drafter = _bounded_if_possible(words, target)
             drafter.check(target)
         except Exception as error:  # a failing drafter must not prevent the others
             tell(_left_out(words, error))
@@ -219,6 +220,17 @@ def auto_members(
     own = _own_member(target, tell) if target.weight_bytes >= least else []
     lookup = Words("drafter", "prompt-lookup", None, KINDS["prompt-lookup"].widest)
     return [*own, *members, (lookup, KINDS["prompt-lookup"].make(lookup, target))]
+
+
+def _bounded_if_possible(words: Words, target: LanguageModel) -> tuple[Words, Drafter]:
+    """A member with the `context` that its training had, or without where its caches cannot drop tokens."""
+    try:
+        return words, KINDS[words.kind].make(words, target)
+    except OptionError as error:
+        if error.field != "context":
+            raise
+    words = replace(words, options={name: value for name, value in words.options.items() if name != "context"})
+    return words, KINDS[words.kind].make(words, target)
 
 
 def _left_out(words: Words, error: Exception) -> str:
@@ -254,7 +266,9 @@ def _trained_words(
                 "--drafter"
             )
             continue
-        words.append(Words("drafter", found.kind, str(found.folder), KINDS[found.kind].widest))
+        kind = KINDS[found.kind]
+        options = dict(kind.widest) | (found.bound if "context" in kind.options else {})
+        words.append(Words("drafter", found.kind, str(found.folder), options))
     return words
 
 

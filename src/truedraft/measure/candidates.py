@@ -60,7 +60,8 @@ def fitting_drafters(target: LanguageModel, tell: Callable[[str], None] = warnin
     newest = {each.kind: str(each.folder) for each in reversed(find_drafters(target))}
     for words, drafter in auto_members(target, tell=tell, most=_MOST_OF_A_KIND):
         is_newest = words.path is not None and words.path == newest.get(words.kind)
-        found.append((words.kind if is_newest else spelled(replace(words, options={}), {}), drafter))
+        bound = {name: value for name, value in words.options.items() if name == "context"}
+        found.append((spelled(replace(words, path=None if is_newest else words.path, options=bound), {}), drafter))
     return dict(reversed(found))
 
 

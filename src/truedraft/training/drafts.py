@@ -34,6 +34,7 @@ from truedraft.models.architecture import (
     save_llama,
     use_training_attention,
 )
+from truedraft.models.cache.bounded import LEAST_CONTEXT
 from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_model, resolve_source
@@ -272,7 +273,8 @@ def train_draft(
         copy_tokenizer(target, out)
         result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
         try:
-            record_draft(out, str(target), target_model, result.report, result.evaluations)
+            length = config.curriculum.decay_length
+            record_draft(out, str(target), target_model, result.report, result.evaluations, context=length)
         except ModelError as error:
             hooks.on_note(f"the draft does not say which target it is for: {error}")
         _write_card(out, str(target), names_of(data), draft.num_parameters(), result, config.device)
@@ -403,9 +405,19 @@ def record_draft(
     target_model: PreTrainedModel,
     report: PairReport,
     evaluations: Sequence[EngineEvaluation],
+    context: int | None = None,
 ) -> None:
-    """Write the draft's target and measured quality into its folder; ModelError without a fingerprint or on failure."""
+    """Write the draft's target and measured quality into its folder.
+
+    Args:
+        context: tokens of its longest sequences in training; of longer texts `auto` shows it as many.
+
+    Raises:
+        ModelError: the target has no fingerprint, or the file cannot be written.
+    """
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
+    if context is not None:
+        figures["context"] = max(context, LEAST_CONTEXT)
     figures["served"] = [each.as_dict() for each in evaluations]
     write_record(folder, "draft", target, fingerprint_of(target_model), figures, sample_of(target_model))
 
