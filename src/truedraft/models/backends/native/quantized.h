@@ -240,30 +240,24 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void add_row(
     *sum += group * in->scale;
 }
 
-/* Adds a group's products, of some rows with some vectors of outputs, to their sums. */
+/* Adds a group's products, of some rows with one vector of outputs, to their sums. */
 static inline __attribute__((always_inline)) MAY_BE_LATE void add_group(
-    const Maker *made, words (*codes)[QUADS], const int kind, const Inputs *in, const int rows, const int vectors, lanes *sum) {
+    const Maker made, const words *codes, const int kind, const Inputs *in, const int rows, lanes (*sum)[SUMS]) {
     const int halves = kind == HALVES ? 2 : 1;
-    ints acc[4][2][2];
+    ints acc[4][2];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++)
-#pragma GCC unroll 2
-            for (int h = 0; h < halves; h++) acc[r][v][h] = (ints){0} - zeros_of(made[v], kind, in + r, h);
+        for (int h = 0; h < halves; h++) acc[r][h] = (ints){0} - zeros_of(made, kind, in + r, h);
 #pragma GCC unroll 8
     for (int q = 0; q < QUADS; q++)
 #pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; v++) {
-                ints *to = &acc[r][v][halves * q / QUADS];
-                *to = dot(*to, codes[v][q], in[r].codes + q * 4);
-            }
+        for (int r = 0; r < rows; r++) {
+            ints *to = &acc[r][halves * q / QUADS];
+            *to = dot(*to, codes[q], in[r].codes + q * 4);
+        }
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) add_row(made[v], kind, acc[r][v][0], acc[r][v][1], in + r, sum + r * SUMS + v);
+    for (int r = 0; r < rows; r++) add_row(made, kind, acc[r][0], acc[r][1], in + r, sum[r]);
 }
 
 #if TILES
@@ -325,31 +319,29 @@ static inline __attribute__((always_inline)) void quantized_tiles(
 }
 #endif
 
-/* Some rows against one unit of outputs: what a group's codes are is found out once for all of them. */
+/* Some rows against one unit of outputs: what a group's codes are is found out once for all of them. What follows is
+ * prefetched in equal shares between products: all at once, it holds these up where there are several rows. */
 static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
     const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
-    const int vectors = LANES == 16 && kind != HALVES ? 2 : 1; /* codes of two and sums of four rows fill 32 registers */
+    const int64_t share = (scale_bytes(kind) + code_bytes(bits)) / SUMS;
     const uint8_t *head = w;
     memset(sum, 0, rows * sizeof *sum);
     for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += rows) {
-        prefetch_after(w, scale_bytes(kind) + code_bytes(bits));
+        const uint8_t *first = w;
         if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
         const uint8_t *scales = w;
         w += scale_bytes(kind);
-        EACH_VECTOR for (int b = 0; b < SUMS; b += vectors) {
-            Maker made[2];
-            words codes[2][QUADS];
-            int64_t r = 0;
-#pragma GCC unroll 2
-            for (int v = 0; v < vectors; v++) {
-                const uint8_t *at = w + (b + v) * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + (b + v) * LANES % BLOCK * 4;
-                made[v] = maker_of(head, scales, bits, kind, b + v);
+        EACH_VECTOR for (int b = 0; b < SUMS; b++) {
+            prefetch_after(first + b * share, share);
+            const uint8_t *at = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
+            const Maker made = maker_of(head, scales, bits, kind, b);
+            words codes[QUADS];
 #pragma GCC unroll 8
-                for (int q = 0; q < QUADS; q++) codes[v][q] = codes_at(at, bits, q);
-            }
-            for (; r + 4 <= rows; r += 4) add_group(made, codes, kind, x + r, 4, vectors, &sum[r][b]);
-            for (; r + 2 <= rows; r += 2) add_group(made, codes, kind, x + r, 2, vectors, &sum[r][b]);
-            if (r < rows) add_group(made, codes, kind, x + r, 1, vectors, &sum[r][b]);
+            for (int q = 0; q < QUADS; q++) codes[q] = codes_at(at, bits, q);
+            int64_t r = 0;
+            for (; r + 4 <= rows; r += 4) add_group(made, codes, kind, x + r, 4, (lanes(*)[SUMS])&sum[r][b]);
+            for (; r + 2 <= rows; r += 2) add_group(made, codes, kind, x + r, 2, (lanes(*)[SUMS])&sum[r][b]);
+            if (r < rows) add_group(made, codes, kind, x + r, 1, (lanes(*)[SUMS])&sum[r][b]);
         }
     }
 }
