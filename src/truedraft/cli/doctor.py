@@ -110,8 +110,8 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     """Compare the drafts of a running server with the drafter's card."""
-    from truedraft.measure.peers.acceptance import served_acceptance
     from truedraft.measure.peers.calling import Caller
+    from truedraft.measure.peers.endpoint import served_acceptance
 
     terminal = Terminal()
     promised = _least_promise(drafter)

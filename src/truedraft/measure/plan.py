@@ -21,6 +21,7 @@ from truedraft.machine import dtype_name, machine_facts, this_machine
 from truedraft.measure.candidates import Candidate, candidates_of
 from truedraft.measure.predictions import (
     BATCHES,
+    NONE,
     Circumstance,
     Drafting,
     Footprint,
@@ -36,7 +37,6 @@ from truedraft.options import read_record
 
 _FORMAT = 2
 _AGAIN = "run truedraft plan again"
-NONE = "none"
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
-from truedraft.core.proposal import Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
-from truedraft.measure.siblings import draws_several
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 _BATCH = 8
@@ -69,6 +68,12 @@ PromptRequest: TypeAlias = tuple[str, TextPrompt, SamplingParams]
 def is_drawn(params: SamplingParams) -> bool:
     """Whether verdicts for such requests are random; for greedy and seeded ones tokens are compared."""
     return not (params.greedy or params.seeded)
+
+
+def draws_several(drafter: Drafter) -> bool:
+    """Whether sampled requests get several draws at one position with known acceptance along a trace."""
+    several = {DrawKind.INDEPENDENT}, {DrawKind.WITHOUT_REPLACEMENT}
+    return len(drafter.branching) > 0 and drafter.limits.width > 1 and set(drafter.kinds) in several
 
 
 def trace_answers(

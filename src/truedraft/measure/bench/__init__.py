@@ -8,12 +8,11 @@ from truedraft.measure.bench.answers import (
     find_difference,
     vocabulary_costs,
 )
-from truedraft.measure.bench.breakdown import CurveCosts
 from truedraft.measure.bench.costs import PARTS, MachineCosts, measure_costs
 from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
-from truedraft.measure.bench.record import Circumstances, bench_record
-from truedraft.measure.bench.report import OutputFolder
+from truedraft.measure.bench.report import Circumstances, OutputFolder, all_tables, bench_record, decisions_table
 from truedraft.measure.bench.runs import (
+    CurveCosts,
     Failure,
     Group,
     Results,
@@ -29,13 +28,12 @@ from truedraft.measure.bench.summary import (
     Ratio,
     Summary,
     differing_answers,
+    drafted_trees,
     empty_answers,
     shown,
     summarise,
     unsettled_steps,
 )
-from truedraft.measure.bench.tables import all_tables, decisions_table
-from truedraft.measure.bench.trees import drafted_trees
 
 __all__ = [
     "ENTROPY",

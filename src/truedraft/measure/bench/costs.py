@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import DraftCost, TargetCost
-from truedraft.engine.policy import drafter_cost, read_bandwidth, target_cost
+from truedraft.engine.policy import StepCosts, drafter_cost, read_bandwidth, target_cost
 from truedraft.errors import OptionError
-from truedraft.measure import Footprint, footprint_of, outdated
-from truedraft.measure.bench.breakdown import CurveCosts
+from truedraft.measure import Footprint, footprint_of, outdated, sized
+from truedraft.measure.bench.runs import CurveCosts
 from truedraft.measure.bench.suite import Suite
-from truedraft.measure.bench.trees import size_trees
 from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress
 
@@ -122,3 +121,21 @@ def shown_points(target: TargetCost, context_length: int) -> list[dict[str, floa
         for rows in _SHOWN_ROWS
         if rows < context_length // 2
     ]
+
+
+def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
+    """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
+    engines with a controller that weighs costs.
+
+    Raises:
+        TruedraftError: target or drafter failed.
+    """
+    for each in suite.ours:
+        if each.engine.controller.weighs_costs:
+            continue
+        costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
+        drafter, budgets = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
+        if budgets:
+            suite.redraft(each, drafter)
+            notes = [f"{each.title_of(name)}: {budget.describe()}" for name, budget in budgets.items()]
+            suite.notes += [*costs.warnings, *notes]

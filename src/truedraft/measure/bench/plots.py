@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.stats import PROBE
 from truedraft.engine.policy.decisions import PLAIN, Decisions
-from truedraft.measure.bench.summary import Summary
-from truedraft.measure.bench.trees import DraftedTree
+from truedraft.measure.bench.summary import DraftedTree, Summary
 from truedraft.pictures import COLOURS, GRID, line_chart, new_figure, save, write_title
 
 if TYPE_CHECKING:

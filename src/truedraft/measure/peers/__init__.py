@@ -1,10 +1,9 @@
 """Other engines with one small interface: the only place with code for particular engines."""
 
-from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
+from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, Recorded, Reply
 from truedraft.measure.peers.calling import Patience
 from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.measure.peers.process import ProcessPeer, load_function
-from truedraft.measure.peers.transcript import Recorded
 
 __all__ = [
     "FILTERS",

@@ -10,14 +10,37 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from truedraft.errors import PeerError
 from truedraft.measure.peers.asking import Question, Reply
-from truedraft.measure.peers.dialects import ReceivedAnswer
 from truedraft.text import REPLACEMENT, Tokenizer
 
 _BY_TEXT = "the server hides ids: these are of its text, and another split into tokens makes the same text"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedAnswer:
+    """A server's answer, as received; None is what it does not give.
+
+    Attributes:
+        finish_reason: in OpenAI's words, or one of the server's own.
+        token_ids: of the answer, including the one that ended it.
+        names: of its tokens, as in logprobs: their text, or their id as a number.
+        top: the likeliest tokens by name, for each of `names`.
+    """
+
+    text: str | None
+    finish_reason: str
+    token_ids: tuple[int, ...] | None = None
+    names: tuple[str | int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[Mapping[str | int, float], ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_count: int | None = None
+    count: int | None = None
+    model: str | None = None
 
 
 class Recovery:
