@@ -72,10 +72,15 @@ from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, Warmup
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes
 from truedraft.training.report import base_name, evaluation_facts, pair_facts, training_facts, write_card
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing, names_of
-from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
-from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.texts.answer_writer import Source, Writing, WritingConfig, names_of
+from truedraft.training.texts.data import (
+    Curriculum,
+    copy_tokenizer,
+    load_tokenizer,
+    read_stream,
+    stream_hash,
+    write_stream,
+)
 from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, duration, exclusive_access, free_bytes
 
 if TYPE_CHECKING:

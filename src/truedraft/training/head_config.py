@@ -35,10 +35,15 @@ from truedraft.training.loop import (
     TrainingLoop,
     identity_of,
 )
-from truedraft.training.losses import DistillationLoss, gradient_in_chunks
+from truedraft.training.losses import (
+    ComputedTarget,
+    DistillationLoss,
+    DistillationTarget,
+    TargetRows,
+    gradient_in_chunks,
+)
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
-from truedraft.training.targets import ComputedTarget, DistillationTarget, TargetRows
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptCounts
 from truedraft.training.texts.self_distillation import (

@@ -35,9 +35,8 @@ from truedraft.training.loop import (
 )
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import Watch, write_answers
-from truedraft.training.texts.answered import SELF, Writing, names_of, opening_of
-from truedraft.training.texts.data import read_data
+from truedraft.training.texts.answer_writer import SELF, Watch, Writing, names_of, opening_of, write_answers
+from truedraft.training.texts.data import load_tokenizer, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
 from truedraft.training.texts.self_distillation import (
     SelfDistillationData,
@@ -45,7 +44,6 @@ from truedraft.training.texts.self_distillation import (
     WrittenAnswer,
     read_answers,
 )
-from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import (
     TRAINED,
     WORK,

@@ -27,11 +27,9 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.options import NgramSizeOptions, TextOptions
 from truedraft.training.processes import Processes
 from truedraft.training.report import base_name, evaluation_facts, write_card
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing, names_of
-from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.answer_writer import Source, Writing, WritingConfig, names_of
+from truedraft.training.texts.data import load_tokenizer, read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, standard_library_texts
-from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget, duration, exclusive_access, writing
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from truedraft.errors import DataError
 from truedraft.measure import Trace
 from truedraft.training.loop import Identity, refuse_another_run
 from truedraft.training.workspace import write_whole, writing
-
-if TYPE_CHECKING:
-    pass
 
 _BEGINNING = 48  # tokens
 _BYTES = 2  # of a bfloat16
