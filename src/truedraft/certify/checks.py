@@ -26,8 +26,6 @@ PATIENCE = 4.0
 _SEEDS = 1 << 64
 _Item = TypeVar("_Item")
 
-# ---------------------------------------------------------------------------------------- checks and their findings
-
 
 class Part(Enum):
     """The parts of a certificate, in the order in which they are shown."""
@@ -179,9 +177,6 @@ def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, 
         if not 0 < len(prompt) <= most_tokens:
             most = f"give 1 to {most_tokens}, so that the model has room to answer"
             raise OptionError(f"prompt {number} has {len(prompt)} tokens; {most}")
-
-
-# ---------------------------------------------------------------------------------------- deadlines
 
 
 def now() -> float:

@@ -74,8 +74,6 @@ _PROMPTS = 4
 _TOKENS = 32
 _ROUNDS = 8
 
-# ---------------------------------------------------------------------------------------- planted faults
-
 
 SAMPLED = (
     faults.KEEPS_ALL,
@@ -108,8 +106,6 @@ COMPARED = (
         "drafted by the target itself",
     ),
 )
-
-# ---------------------------------------------------------------------------------------- the checks
 
 
 class SampledControls(Check):
@@ -212,9 +208,6 @@ class ComparedControls(Check):
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
 
 
-# ---------------------------------------------------------------------------------------- faults of sampled answers
-
-
 @dataclass(frozen=True, slots=True)
 class Shown:
     """Result of the tests on one fault."""
@@ -292,9 +285,6 @@ def _sizes(fault: Fault, scored: Scored) -> Tensor:
         p, q, places, _ = found
         size[places] = total_variation(p, fault.emitted(p, q)).to(size)
     return size
-
-
-# ---------------------------------------------------------------------------------------- where faults have room
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,9 +387,6 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
             rows.append(torch.zeros_like(row))
             rows[-1][decision.candidates[0]] = 1.0
     return p, torch.stack(rows), places, scored.decisions[places[0]].q is not None
-
-
-# ---------------------------------------------------------------------------------------- faults of exact answers
 
 
 @dataclass(slots=True)

@@ -173,9 +173,6 @@ class EventTests:
         return found
 
 
-# ---------------------------------------------------------------------------------------- events
-
-
 class TokenTests:
     """Tests of the tokens of answers, one for each of `Events`; `allowance` and `log_ratio` are as in `EventTests`."""
 

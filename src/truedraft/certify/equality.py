@@ -56,8 +56,6 @@ _NEAR = 16
 """Positions up to the divergence over which rounding is measured; one position shows too few roundings."""
 _HALVINGS = 60
 
-# ---------------------------------------------------------------------------------------- the check
-
 
 class Equality(Check):
     """Compares tokens and finish reasons of answers with those of plain decoding, in batches of 1 and of `batch`.
@@ -189,9 +187,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-# ---------------------------------------------------------------------------------------- comparison of answers
-
-
 @dataclass
 class Comparison:
     """Answers compared with the references that they must equal."""
@@ -260,9 +255,6 @@ class Comparison:
             "recoveries": self.stats.recoveries,
             "warnings": self.warnings,
         }
-
-
-# ---------------------------------------------------------------------------------------- divergence points
 
 
 @dataclass(frozen=True, slots=True)

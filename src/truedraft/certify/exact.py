@@ -81,9 +81,6 @@ class Exact(Check):
         return findings
 
 
-# ---------------------------------------------------------------------------------------- kernels
-
-
 def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix: str = "") -> Finding:
     answers, worst = 0, _Largest()
     for number, world in enumerate(worlds):
@@ -94,9 +91,6 @@ def _kernel(rule: Rule, worlds: Sequence[World], report: ReportProgress, prefix:
     summary = f"{len(worlds)} worlds, {answers:,} answers, largest distance {worst.distance:.1e}{worst.where}"
     facts = {"worlds": len(worlds), "answers": answers, **worst.facts("distance")}
     return Finding(Part.EXACT, f"{prefix}kernel", _status(worst.distance), summary, facts)
-
-
-# ---------------------------------------------------------------------------------------- shipped code
 
 
 @dataclass(slots=True)
@@ -217,9 +211,6 @@ def _composes(rule: Rule, case: Case) -> bool:
     return not any(children[node + 1] for nodes in children if len(nodes) > 1 for node in nodes)
 
 
-# ---------------------------------------------------------------------------------------- lossy rules
-
-
 def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: ReportProgress) -> Finding:
     name, judged = "distance on tiny worlds", _Judged(rule, device)
     drafted = [world for world in worlds if world.plans] or worlds
@@ -236,9 +227,6 @@ def _lossy(rule: Rule, worlds: Sequence[World], device: torch.device, report: Re
     )
     facts = {**judged.facts, "worlds": len(drafted), "mean_distance": mean, "compared_with_kernel": judged.compared}
     return Finding(Part.EXACT, name, Status.MEASURED, summary, facts)
-
-
-# ---------------------------------------------------------------------------------------- coupled and greedy
 
 
 def _coupled(rule: Rule, device: torch.device, report: ReportProgress) -> list[Finding]:
@@ -282,8 +270,6 @@ def _followed(name: str, cases: int, otherwise: Sequence[tuple[JudgedCase, Verdi
 def _status(distance: float) -> Status:
     return Status.HOLDS if distance < TOLERANCE else Status.FAILS
 
-
-# ---------------------------------------------------------------------------------------- walks in plain Python
 
 _HOST = torch.device("cpu")
 _NOISES = 3
@@ -333,9 +319,6 @@ def _slow_choice(p: Tensor, noise: KeyedNoise | None, depth: int) -> int:
         gumbel = noise.gumbel(depth, len(scores), _HOST).tolist()
         scores = [math.log(share) + g if share > 0 else -math.inf for share, g in zip(scores, gumbel, strict=True)]
     return scores.index(max(scores))
-
-
-# ---------------------------------------------------------------------------------------- cases under keyed noise
 
 
 def judged_cases() -> list[JudgedCase]:
@@ -424,9 +407,6 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
     proposal = Proposal(tree, tuple(draws), torch.stack(dists) if dists else None)
     proposal.check()
     return Case(1.0, proposal, torch.stack([world.target.probs(each) for each in paths]))
-
-
-# ---------------------------------------------------------------------------------------- distributions in every cell
 
 
 class _LineNoise:

@@ -91,9 +91,6 @@ def certify_process(
     return ProcessReport(made, accepted, results, p_value, same)
 
 
-# ------------------------------------------------------------------------------------------ broken couplings
-
-
 class WrongAxis(GaussianSteps):
     """Mirrors the noise of a rejected draft along the first axis, not along d. Mix in first.
 

@@ -277,9 +277,6 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs().nan_to_num(nan=torch.inf))
 
 
-# ---------------------------------------------------------------------------------------- texts in several shapes
-
-
 @dataclass(frozen=True, slots=True)
 class Feeding:
     """The shape of a forward over a text and its neighbours."""

@@ -30,8 +30,6 @@ _CHUNK = 256
 _ENTRIES = 1 << 25
 """Maximum number of logits per forward."""
 
-# ---------------------------------------------------------------------------------------- recording of drafts
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -85,9 +83,6 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
         fixed = tuple(proposal.tree.host_ids[draw.child] for draw in chosen)
         found.append(Decision(depth, q, fixed, None if probs is None else probs[row]))
     return found
-
-
-# ---------------------------------------------------------------------------------------- answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +146,6 @@ def beginnings(prompts: Sequence[Sequence[int]], length: int, whole: int) -> lis
     """Prompts cut to `length` tokens, except every `whole`-th, because a prefill tests nothing."""
     return [list(prompt) if i % whole == 0 else list(prompt)[:length] for i, prompt in enumerate(prompts)]
 
-
-# ---------------------------------------------------------------------------------------- the target's distributions
 
 Text = tuple[Sequence[int], Sequence[int]]
 """A prompt, and the tokens after it."""

@@ -192,9 +192,6 @@ def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, An
     }
 
 
-# ---------------------------------------------------------------------------------------- joint distribution
-
-
 @dataclass(frozen=True, slots=True)
 class JointResult:
     """Counted answers."""

@@ -196,9 +196,6 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
     return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
 
 
-# ---------------------------------------------------------------------------------------- worlds of a certificate
-
-
 def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:
     """A world of two drafters; `p` and `q` are styles, and q "equal" drafts from the target's own distributions."""
     words = [" ".join(f"{choice.kind.value} {'ab'[choice.drafter]}" for choice in plan) for plan in plans]

@@ -260,9 +260,6 @@ _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "t
 """Finish reasons of answers that did not end by themselves; engines use various names for an end of text."""
 
 
-# ---------------------------------------------------------------------------------------- filters and their edges
-
-
 @dataclass(frozen=True, slots=True)
 class Filtered:
     """Filtered distributions and the effect of rounding on them."""

@@ -165,9 +165,6 @@ def _of_judging(draft: str) -> list[Alternative]:
     return [*found, *map(by, drawing), whole]
 
 
-# ---------------------------------------------------------------------------------------- their distributions
-
-
 def _judged(fault: faults.Fault, p: Tensor, q: Tensor) -> Tensor:
     """Distribution under a faulty rule; p where there is no draft, and at the first token, which the prefill draws."""
     drafted = q.sum(dim=-1, keepdim=True) > 0.5
@@ -296,9 +293,6 @@ class Bets:
             far = weight * float(self._far[number]) / max(self._tokens, 1)
             found.append(Bet(alternative.name, alternative.fault, float(each[number]), weight, far))
         return sorted(found, key=lambda bet: -bet.log_evidence)
-
-
-# ---------------------------------------------------------------------------------------- bets on counts
 
 
 class Repeated:

@@ -127,9 +127,6 @@ def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
     return [(question, replace(reply, logprobs=None)) for question, reply in answered]
 
 
-# ---------------------------------------------------------------------------------------- tokens
-
-
 def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: EngineUnderTest) -> Finding:
     """Greedy tokens at their own prefixes: the most likely one, or one that rounding cannot separate from it."""
     params = replace(answered[0][0].params, logprobs=None) if answered else SamplingParams()
@@ -230,9 +227,6 @@ def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
         probs = filtered(rows, answer.question.params, judge.filters).probs
         found[name][: len(rows)] = with_one_end(probs, answer.ends)
     return found
-
-
-# ---------------------------------------------------------------------------------------- promises
 
 
 def _promises(
@@ -362,9 +356,6 @@ def _margin(reply: Reply, place: int) -> float | None:
         return None
     rivals = sorted(reply.top_logprobs[place].values(), reverse=True)
     return rivals[0] - rivals[1] if len(rivals) > 1 else None
-
-
-# ---------------------------------------------------------------------------------------- two samples
 
 
 class TwoSamples:

@@ -145,9 +145,6 @@ def groups(engine: EngineUnderTest) -> Iterator[tuple[list[Question], bool]]:
             yield [engine.open(next(streams), STREAM_TOKENS) for _ in range(count)], False
 
 
-# ---------------------------------------------------------------------------------------- report
-
-
 def engine_report(
     findings: Sequence[Finding], engines: Sequence[EngineUnderTest], seconds: float, **more: Any
 ) -> Report:

@@ -204,9 +204,6 @@ def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
     return torch.where(mixed > 0.0, mixed.clamp_min(1e-300).log() - p.clamp_min(FLOOR).log(), 0.0)
 
 
-# ------------------------------------------------------------------------------------------ diagnosis
-
-
 def diagnose(evidence: Evidence) -> dict[str, Any]:
     """Name the fault.
 

@@ -94,8 +94,6 @@ def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
     return (reached <= numbers * reached[:, -1:]).sum(-1).clamp_max(probs.shape[-1] - 1)
 
 
-# ------------------------------------------------------------------------------------------------------- worlds
-
 Probs = Callable[[tuple[int, ...]], Tensor]
 """The distribution `[vocab]`, float64, after a text."""
 
@@ -250,9 +248,6 @@ def accepted_by_rule(world: SamplerWorld) -> float:
         reach = (reach[:, None] * torch.minimum(p, q)).flatten()
         kept += float(reach.sum())
     return kept
-
-
-# ----------------------------------------------------------------------------------------------------- joint answers
 
 
 def _joint(

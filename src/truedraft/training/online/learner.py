@@ -190,8 +190,6 @@ class Learner:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # --------------------------------------------------------------------------------------- the engine
-
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
         """Start to learn from an engine, see `EngineLearner`.
 
@@ -251,8 +249,6 @@ class Learner:
         answer.since_s = self._clock()
         traffic.add(answer)
 
-    # ------------------------------------------------------------------------------------- the students
-
     def _new_traffic(self) -> Traffic:
         return Traffic(self._most_bytes, self._most_tokens, self._keep_s)
 
@@ -291,8 +287,6 @@ class Learner:
                 for name in self._able:
                     if self._students.pop((scope, name), None) is not None:
                         self._serve(scope, name, None)
-
-    # --------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         try:

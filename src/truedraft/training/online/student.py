@@ -188,8 +188,6 @@ class Student:
         parts = (self._score, self._train) if self._scores_next else (self._train, self._score)
         return any(part() for part in parts)
 
-    # ------------------------------------------------------------------------------------ training
-
     def _train(self) -> bool:
         if self._learned >= _PASSES * self.traffic.positions:
             return False
@@ -227,8 +225,6 @@ class Student:
             for weight, end in zip(found.parameters(), module.parameters(), strict=True):
                 weight.lerp_(end.float(), share)
         return Candidate(in_dtype(found, self._learnable.dtype).eval().requires_grad_(False))
-
-    # ------------------------------------------------------------------------------------- judging
 
     def _score(self) -> bool:
         missing = next(self._missing(), None)
@@ -343,8 +339,6 @@ def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], 
     every = [*old, *fresh]
     return every[: min(_OLD, len(every) // 2)], old[-_OLD:]
 
-
-# ------------------------------------------------------------------------------------------------ versions on disk
 
 _POINTER, _VERSIONS = "current.json", "versions"
 _KEPT = 4  # versions in addition to the served one
