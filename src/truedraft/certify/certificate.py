@@ -51,9 +51,8 @@ def certify(
         announce: callback before the checks with a prediction of what the time can show; None skips the trial.
         in_float32: compares greedy and seeded answers of the same stack in float32; None skips it.
 
-    Raises:
-        OptionError: no prompts, an unusable batch or time, options that shape logits, or a seed with a lossy rule.
-        TruedraftError: the target failed.
+    Raises OptionError for no prompts, or a batch, time or options that cannot be used; TruedraftError if the target
+    failed.
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began = common.now()
@@ -104,8 +103,7 @@ def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, f
 def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat32 | None = None) -> list[Check]:
     """The checks of a certificate for a stack and options, in their order.
 
-    Raises:
-        OptionError: options that shape logits, or a seed with a lossy rule.
+    Raises OptionError for options that shape logits, or a seed with a lossy rule.
     """
     _refuse_unusable(stack, params)
     if not stack.rule.lossless:

@@ -155,18 +155,13 @@ class Check(ABC):
     def run(self, context: Context) -> list[Finding]:
         """Check the context's stack.
 
-        Raises:
-            DrafterError: the drafter gave up; plain decoding remains, which is no evidence about the stack.
-            TruedraftError: the target failed.
+        Raises DrafterError if the drafter gave up, as plain decoding is no evidence about the stack, TruedraftError if
+        the target failed.
         """
 
 
 def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, seconds: float) -> None:
-    """Refuse prompts, batches or times that leave nothing to check.
-
-    Raises:
-        OptionError: an argument is out of range.
-    """
+    """Refuse prompts, batches or times that leave nothing to check; OptionError for an argument out of range."""
     if not prompts:
         raise OptionError("there is nothing to certify with: give at least one prompt")
     if batch < 1:
@@ -233,8 +228,7 @@ def answered_in_time(
 ) -> list[Request]:
     """Complete requests together; a failed one has the finish reason "error".
 
-    Raises:
-        OutOfTimeError: the time was over before; the requests are cancelled.
+    Raises OutOfTimeError if the time was over before: the requests are cancelled.
     """
     requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
     try:
@@ -271,11 +265,9 @@ def open_ended(params: SamplingParams, length: int) -> SamplingParams:
 
 
 def check_sound(answer: Answer, drafter: str) -> None:
-    """Raise if an answer or its drafter failed, because the rest is no evidence about the stack.
+    """Refuse what is no evidence about the stack.
 
-    Raises:
-        DrafterError: the drafter gave up and the answer continued without it, or batches failed.
-        ModelError: the answer ended with an error.
+    Raises DrafterError if the drafter gave up or failed for a batch, ModelError if the answer ended with an error.
     """
     if answer.finish_reason == "error":
         raise ModelError(f"nothing can be certified while answers fail: {answer.error}")

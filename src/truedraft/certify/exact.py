@@ -48,8 +48,7 @@ class Exact(Check):
     serves greedy or seeded requests. A lossy rule is measured, at temperature 0 in its greedy form. The shipped code
     runs on the target's device. The check ignores its time limit.
 
-    Raises:
-        IncompatibleRuleError: the rule does not support such draws.
+    Raises IncompatibleRuleError if the rule does not judge such draws.
     """
 
     part = Part.EXACT

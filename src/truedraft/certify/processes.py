@@ -59,9 +59,7 @@ def certify_process(
     Args:
         windows: drafted steps per round, one run for each, with its own seed from `seed` on.
 
-    Raises:
-        OptionError: no windows.
-        Exception: what ended a chain.
+    Raises OptionError for no windows, and what ended a chain.
     """
     if not windows:
         raise OptionError("must name one window or more, got none", field="windows")

@@ -212,8 +212,7 @@ def measure_rounding(
         positions: maximum number of compared positions, at the end of each text.
         seconds: no further text is begun after this time; the first always is.
 
-    Raises:
-        ValueError: no text has 2 tokens.
+    Raises ValueError if no text has 2 tokens.
     """
     deadline = Deadline(seconds)
     total: Rounding | None = None

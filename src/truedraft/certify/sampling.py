@@ -116,8 +116,7 @@ def scored_answers(
         records_probs: whether to record `Decision.used`.
         length: tokens of an answer.
 
-    Raises:
-        TruedraftError: a request or its drafter failed.
+    Raises TruedraftError if a request or its drafter failed.
     """
     recorder = Recorder(stack.drafter, stack.rule if records_probs else None)
     engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)

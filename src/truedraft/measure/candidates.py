@@ -76,9 +76,7 @@ def candidates_of(
     Args:
         made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
 
-    Raises:
-        TruedraftError: there is no such drafter, it cannot be loaded, it does not fit, or its acceptance cannot be
-            replayed.
+    Raises TruedraftError if there is no such drafter, it cannot be loaded, does not fit, or cannot be replayed.
     """
     words = Words.parse("drafter", typed)
     paths = KINDS[words.kind].paths if words.kind in KINDS and words.path is None else ()

@@ -174,9 +174,7 @@ def examine(
     Args:
         promised: tokens per call on the drafter's card, by temperature.
 
-    Raises:
-        DataError: there are too few prompts.
-        CompositionError: the drafter does not fit the target.
+    Raises DataError for too few prompts, CompositionError if the drafter does not fit the target.
     """
     fits = [each for each in prompts if len(each.ids) + tokens < case.target.context_length]
     if len(fits) < LEAST_PROMPTS:
@@ -270,8 +268,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
 def replay(case: Case) -> Replayed:
     """Decode a case's answers with its drafter's chains.
 
-    Raises:
-        TruedraftError: the drafter does not fit the target, or failed.
+    Raises TruedraftError if the drafter does not fit the target, or failed.
     """
     drafter = case.chain(case.part)
     drafter.check(case.read_target)

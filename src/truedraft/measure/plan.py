@@ -111,11 +111,7 @@ class Plan:
         return self._there(what_if).break_even(prediction.drafting, prediction.option)
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse another model, machine or version than the plan's.
-
-        Raises:
-            CompositionError: says which.
-        """
+        """Refuse another model, machine or version than the plan's; CompositionError says which."""
         if self.truedraft != _version():
             raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {_version()}; {_AGAIN}")
         model = model_facts(target)
@@ -132,11 +128,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The inverse of `to_dict`.
-
-        Raises:
-            DataError: it is no plan.
-        """
+        """The inverse of `to_dict`; DataError if it is no plan."""
         try:
             if data["format"] != _FORMAT:
                 raise DataError(f"the plan is of format {data['format']}, and {_FORMAT} is read; {_AGAIN}")
@@ -149,8 +141,7 @@ class Plan:
 def read_plan(path: Path) -> Plan:
     """Read a plan that `truedraft plan --out` wrote, from the file or its folder.
 
-    Raises:
-        DataError: it cannot be read, or is no plan.
+    Raises DataError if it cannot be read, or is none.
     """
     file = path / PLAN_FILE if path.is_dir() else path
     try:

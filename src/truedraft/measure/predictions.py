@@ -144,8 +144,7 @@ class WhatIf:
             extra time of longer contexts; the extra time of further rows is computing and does not change. For
             drafting, the time of reading its weights at the target's rate changes.
 
-    Raises:
-        OptionError: a factor that is not above 0.
+    Raises OptionError for a factor that is not above 0.
     """
 
     bandwidth: float = 1.0
@@ -177,8 +176,7 @@ class WhatIf:
 def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[PlanOption], tuple[float, ...]]:
     """Tokens per call of a candidate's sizes, and the largest one's survival by depth.
 
-    Raises:
-        DataError: no trace has a second token.
+    Raises DataError if no trace has a second token.
     """
     walks = [walk for walk in walks if walk.tokens]
     if not walks:
@@ -222,8 +220,7 @@ class Traffic:
         prompt: tokens to process per request, without those of a cached prefix.
         token_ms: longest time per token; None is no bound.
 
-    Raises:
-        OptionError: a number that is out of range.
+    Raises OptionError for a number out of range.
     """
 
     requests_per_s: float

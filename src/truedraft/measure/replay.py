@@ -55,8 +55,7 @@ class Trace:
         hidden: `[n, width]`: inputs of the target's LM head, each the one that gave its token.
         stopped: whether the last token ended the answer and is not a part of it.
 
-    Raises:
-        DataError: there are not as many vectors as tokens.
+    Raises DataError if there are not as many vectors as tokens.
     """
 
     tokens: Tensor

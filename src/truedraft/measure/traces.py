@@ -91,9 +91,8 @@ def trace_answers(
         prompts: none of them with stop strings.
         entropy: seeds the noise of prompts without a seed.
 
-    Raises:
-        PromptError: a prompt cannot be run.
-        ModelError: the target failed, or cannot show a feature that a drafter declares.
+    Raises PromptError if a prompt cannot be run, ModelError if the target failed, or cannot show what a drafter
+    declares.
     """
     watcher = StepWatcher.of(drafters, drawn=any(is_drawn(params) for _, _, params in prompts))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
@@ -141,8 +140,7 @@ def traces_of_answers(
     Args:
         answers: prompt, answer, and whether its last token ended it.
 
-    Raises:
-        ModelError: the target failed, or cannot show a feature that a drafter declares.
+    Raises ModelError if the target failed, or cannot show what a drafter declares.
     """
     watcher = StepWatcher.of(drafters, drawn=is_drawn(params))
     room = max((len(answer) for _, answer, _ in answers), default=0)

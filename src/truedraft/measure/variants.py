@@ -60,9 +60,7 @@ class Source:
     def draft(self, target: LanguageModel) -> LanguageModel:
         """The draft model, with its ids translated to the target's where its tokenizer is another.
 
-        Raises:
-            OptionError: files are to be read otherwise, and there is no folder.
-            ModelError: it cannot be loaded.
+        Raises OptionError if its files are to be read otherwise and lie in no folder, ModelError if they do not load.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) if self.without or self.files else self.path
@@ -191,8 +189,7 @@ class Examined:
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
         """The head or draft model at a path, and the variants that were needed to load it.
 
-        Raises:
-            TruedraftError: it cannot be loaded.
+        Raises TruedraftError if it cannot be loaded.
         """
         if self.head is None:
             return Source(path).draft(target), ()
@@ -214,9 +211,7 @@ def changed(
 ) -> Any:
     """A head with other sizes, without the weights that match a pattern, and with others added or replaced.
 
-    Raises:
-        ModelError: these weights make no such head.
-        OptionError: these sizes make none.
+    Raises ModelError if these weights make no such head, OptionError if these sizes make none.
     """
     kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
     config = replace(head.config, **dict(sizes))
@@ -486,9 +481,7 @@ def examined_words() -> list[str]:
 def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
     """The drafter in a folder or file, with or without the word of its kind before it.
 
-    Raises:
-        ModelNotFoundError: there is nothing there.
-        ModelError: it cannot be loaded.
+    Raises ModelNotFoundError if there is nothing, ModelError if it cannot be loaded.
     """
     word, path = place_of(typed)
     kind = examined(word or kind_in(path) or _DRAFT_WORD)
@@ -501,8 +494,7 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
 def place_of(typed: str) -> tuple[str | None, Path]:
     """The word of a drafter's kind, if given, and its path; a shipped one is `embedded:NAME`.
 
-    Raises:
-        OptionError: a kind of drafter without a path, or one that has no weights.
+    Raises OptionError for a kind without a path, or one that has no weights.
     """
     word, _, rest = typed.partition(":")
     if rest and examined(word) is not None:

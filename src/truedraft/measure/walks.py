@@ -268,11 +268,7 @@ class Walk:
 
 
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
-    """Refuse drafters for which acceptance along a trace is not known.
-
-    Raises:
-        OptionError: says which, and what to do.
-    """
+    """Refuse drafters for which acceptance along a trace is not known; OptionError says which, and what to do."""
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
         raise OptionError(
@@ -308,9 +304,7 @@ def walk_along(
         drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
         traces: must hold the features that the drafter declares.
 
-    Raises:
-        OptionError: its acceptance along a trace is not known, or not from what these hold.
-        DrafterError: it failed.
+    Raises OptionError if acceptance is not known along a trace, or not from what these hold; DrafterError if it failed.
     """
     check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
     if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):

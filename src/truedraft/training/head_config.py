@@ -121,8 +121,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         evaluated_positions: approximate, of such a measurement.
         stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     head: ClassVar[type[Head]]

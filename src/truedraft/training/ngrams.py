@@ -48,8 +48,7 @@ _ALWAYS_KEPT = 2  # tokens of n-grams that are never left out, because longer n-
 class NgramConfig(NgramSizeOptions, TextOptions):
     """What decides a table in addition to the target and the data; without `answers` the data is counted.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     answers: WritingConfig | None = None
@@ -320,9 +319,7 @@ def count_ngrams(
         max_bytes: limit of the table's arrays; `min_count` is raised until they fit.
         tokenizer: fingerprint of the ids.
 
-    Raises:
-        DataError: there is no token, or n-grams of one and two tokens already take more bytes.
-        OptionError: the order is out of range.
+    Raises DataError for no token, or if n-grams of one and two tokens take more bytes; OptionError for another order.
     """
     if not 1 <= order <= MOST_ORDER:
         raise OptionError(f"must be 1 or more and at most {MOST_ORDER}, got {order}", field="order")

@@ -143,8 +143,7 @@ def _busy(work: Path) -> str:
 class TimeBudget:
     """The time limit of a whole command, counted from construction; None sets no limit.
 
-    Raises:
-        OptionError: minutes is not above 0.
+    Raises OptionError if minutes is not above 0.
     """
 
     def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:

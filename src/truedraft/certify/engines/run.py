@@ -90,10 +90,8 @@ def certify_engine(
         tokens: number of sampled tokens; fewer if the evidence is certain before.
         tell: callback with a part and its completed fraction.
 
-    Raises:
-        OptionError: unusable options or prompts, or options that the engine does not support.
-        PeerError: the engine did not answer.
-        TruedraftError: the target failed.
+    Raises OptionError for unusable options or prompts, PeerError if the engine did not answer, TruedraftError if the
+    target failed.
     """
     check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
     refuse_unusable(peer, params)

@@ -70,8 +70,7 @@ class EngineUnderTest:
     def send(self, questions: Sequence[Question]) -> list[Answered]:
         """Send the questions in groups of `together`. Unusable answers are counted and left out.
 
-        Raises:
-            PeerError: most answers so far were unusable.
+        Raises PeerError if most answers so far were of no use.
         """
         found: list[Answered] = []
         for first in range(0, len(questions), self.together):
@@ -102,8 +101,7 @@ class EngineUnderTest:
 def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
     """Raise if the options cannot be certified on this engine.
 
-    Raises:
-        OptionError: options that the engine does not support.
+    OptionError names those that the engine does not take.
     """
     if params.structured or params.bad_words:
         raise OptionError("an engine is certified without structured answers and bad words; leave them out")

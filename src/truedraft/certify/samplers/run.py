@@ -316,8 +316,7 @@ def certify_sampler(
         worlds: None is `sampler_worlds`.
         tell: callback with the completed fraction.
 
-    Raises:
-        OptionError: an unusable time, or the sampler failed or returned no tokens.
+    Raises OptionError for an unusable time, or if the sampler failed or gave no tokens.
     """
     if not 0.0 < seconds < math.inf:
         raise OptionError(f"the time for a sampler must be above 0, got {seconds} seconds")

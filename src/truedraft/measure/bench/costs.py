@@ -75,8 +75,7 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
         refresh: measure even if stored curves exist.
 
-    Raises:
-        TruedraftError: a model or drafter failed.
+    Raises TruedraftError if a model or drafter failed.
     """
     measured = MachineCosts()
     progress(0, "reading memory")
@@ -127,8 +126,7 @@ def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, re
     """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
     engines with a controller that weighs costs.
 
-    Raises:
-        TruedraftError: target or drafter failed.
+    Raises TruedraftError if target or drafter failed.
     """
     for each in suite.ours:
         if each.engine.controller.weighs_costs:

@@ -372,9 +372,7 @@ steps with the plain steps that the same tokens would have needed; its interval 
 class OutputFolder:
     """The output folder of a benchmark. An earlier benchmark's rows stay until there is a new row.
 
-    Raises:
-        DataError: it cannot be made or written.
-        MissingExtraError: plots cannot be drawn here.
+    Raises DataError if it cannot be made, MissingExtraError if plots cannot be drawn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -406,8 +404,7 @@ class OutputFolder:
     def keep(self, row: Row, about: Mapping[str, Any] | None = None) -> None:
         """Write a finished row with the description of the run at once, so that no later failure loses it.
 
-        Raises:
-            DataError: the file cannot be written.
+        Raises DataError if it cannot be written.
         """
         try:
             if not self._begun:
@@ -427,11 +424,7 @@ class OutputFolder:
         record: Mapping[str, Any],
         trees: Sequence[DraftedTree] = (),
     ) -> Path:
-        """Write record, plots and report; returns the report's path.
-
-        Raises:
-            DataError: a file cannot be written.
-        """
+        """Write record, plots and report; returns the report's path; DataError if a file cannot be written."""
         bandwidth, n_bytes, under = circumstances.bandwidth, circumstances.weight_bytes, circumstances.line()
         limit_s = n_bytes / bandwidth if bandwidth and n_bytes else None
         report = self.folder / _REPORT

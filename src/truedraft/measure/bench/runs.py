@@ -192,11 +192,7 @@ class System(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
-        """Answer prompts, given as token ids, together.
-
-        Raises:
-            TruedraftError: one of them could not be answered.
-        """
+        """Answer prompts, given as token ids, together; TruedraftError if one of them could not be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +326,7 @@ def run_all(
 
 
 def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs: CurveCosts | None = None) -> Row:
-    """Let one system answer one group, timed.
-
-    Raises:
-        TruedraftError: it failed.
-    """
+    """Let one system answer one group, timed; TruedraftError if it failed."""
     cpu, started = time.process_time(), time.perf_counter()
     output = system.answer(group.prompts, group.params)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu

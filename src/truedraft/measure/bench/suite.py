@@ -44,8 +44,7 @@ def generate_systems(
     Returns:
         The systems, and a sentence on systems left out; "" where there are none.
 
-    Raises:
-        ModelError: a model cannot be loaded a second time.
+    Raises ModelError if a model cannot be loaded a second time.
     """
     model = load_stock(loaded.model, target, loaded.pad_to)
 
@@ -211,11 +210,7 @@ class Suite:
         return self.lossless and (params.greedy or params.seeded)
 
     def redraft(self, system: OurEngine, drafter: Drafter) -> None:
-        """Replace the drafter of one of our engines.
-
-        Raises:
-            CompositionError: the drafter does not fit.
-        """
+        """Replace the drafter of one of our engines; CompositionError if the drafter does not fit."""
         controller, room = controller_from_spec(self.controller), _room(self.batch)
         system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=room, entropy=ENTROPY)
 
@@ -237,8 +232,7 @@ def load_suite(
         drafters: as typed; "none" adds nothing to plain decoding, which is always measured.
         drafters_dir: further folders for "auto", and for kinds without a path.
 
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, **model.of_target, **machine.of_models)
@@ -266,11 +260,7 @@ def load_suite(
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Refuse libraries that cannot be measured, before anything is loaded.
-
-    Raises:
-        UnknownOptionError: there is no such library; names the known ones.
-    """
+    """Refuse libraries that cannot be measured, before anything is loaded; UnknownOptionError names the known ones."""
     for name in names:
         if name not in PEERS:
             raise UnknownOptionError.nearest("peer", name, PEERS)

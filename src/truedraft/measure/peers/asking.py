@@ -54,11 +54,7 @@ class Reply:
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Reply:
-        """The inverse of `as_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: the dictionary is invalid.
-        """
+        """The inverse of `as_dict`; KeyError, TypeError or ValueError if that is invalid."""
         top = kept["top_logprobs"]
         return cls(
             tuple(int(token) for token in kept["token_ids"]),
@@ -123,9 +119,8 @@ class Recorded(Peer):
         kept: answers in the file when it was opened.
         asked: questions sent to the peer since.
 
-    Raises:
-        ChangedOptionsError: the file was begun with another engine, model or options.
-        DataError: the file is no transcript, or cannot be read or written.
+    Raises ChangedOptionsError for a file of another engine, model or options, DataError if it is none or cannot be
+    used.
     """
 
     def __init__(self, peer: Peer, file: Path, about: Mapping[str, Any] | None = None) -> None:

@@ -76,8 +76,7 @@ class Caller:
     Attributes:
         url: without /v1, user name and password.
 
-    Raises:
-        OptionError: the address or the key cannot be used.
+    Raises OptionError if the address or the key cannot be used.
     """
 
     def __init__(
@@ -122,19 +121,11 @@ class Caller:
         )
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON at a path.
-
-        Raises:
-            PeerError: there is none; says why.
-        """
+        """The JSON at a path; PeerError says why there is none."""
         return self._json(self._answered("GET", path), path)
 
     def text(self, path: str) -> str:
-        """The text at a path.
-
-        Raises:
-            PeerError: there is none; says why.
-        """
+        """The text at a path; PeerError says why there is none."""
         found = self._answered("GET", path)
         if not 200 <= found.status < 300:
             self._json(found, path)  # raises the error
@@ -143,16 +134,14 @@ class Caller:
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
         """Send JSON and return the JSON of the answer; setting `over` cancels further attempts.
 
-        Raises:
-            PeerError: there is no answer; says why.
+        Raises PeerError if there is no answer.
         """
         return self._json(self._answered("POST", path, body, over), path)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
 
-        Raises:
-            PeerError: there is no stream, or it ends before [DONE]; says why.
+        Raises PeerError if there is no stream, or it ends before [DONE].
         """
         try:
             with self._opened("POST", path, body) as response:

@@ -292,9 +292,8 @@ class Endpoint(Peer):
             eos_token_ids: None is the tokenizer's.
             tell: called with sentences about what was found.
 
-        Raises:
-            OptionError: the address or the key cannot be used.
-            PeerError: nothing answers there, it is no such server, or it does not serve the model.
+        Raises OptionError if address or key cannot be used, PeerError if no such server answers, or none with the
+        model.
         """
         caller = Caller(url, api_key=api_key, timeout_s=timeout_s, patience=patience, tell=tell, transport=transport)
         try:
@@ -485,11 +484,7 @@ class ServedAcceptance:
 
 
 def served_acceptance(caller: Caller) -> ServedAcceptance:
-    """Read the metrics of a server.
-
-    Raises:
-        PeerError: it has none, or they count no drafts.
-    """
+    """Read the metrics of a server; PeerError if it has none, or they count no drafts."""
     sums, positions = defaultdict[str, float](float), defaultdict[int, float](float)
     drafters: dict[str, list[float]] = {}
     text = caller.text("/metrics")

@@ -66,8 +66,7 @@ class Recovery:
     def prompt_text(self, prompt: Sequence[int]) -> str:
         """The text of prompt ids, for a server that takes only text.
 
-        Raises:
-            PeerError: the text does not encode to the same ids.
+        Raises PeerError if that does not encode to the same ids.
         """
         if self._tokenizer is None:
             raise PeerError("this server takes only text, and there is no tokenizer to make some of token ids")
@@ -77,11 +76,7 @@ class Recovery:
         return text
 
     def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
-        """The server's answer, with token ids.
-
-        Raises:
-            PeerError: ids cannot be recovered, or contradict the rest of the answer.
-        """
+        """The server's answer, with token ids; PeerError if ids cannot be recovered, or contradict the rest of it."""
         self._check_prompt(answer, question)
         ids, unsure = self._ids(answer, question)
         logprobs = answer.logprobs
@@ -105,11 +100,7 @@ class Recovery:
         return len(ids) - (finish_reason == "stop" and bool(ids) and ids[-1] in ends)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary.
-
-        Raises:
-            PeerError: names the first one.
-        """
+        """Refuse ids outside the vocabulary; PeerError names the first one."""
         size = self._vocab_size
         wrong = next((token for token in ids if token < 0 or (size is not None and token >= size)), None)
         if wrong is not None:

@@ -36,8 +36,7 @@ _TAKES = (
 def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
     """One of our models as transformers runs it: same weights, dtype and device, its own attention.
 
-    Raises:
-        ModelError: the model cannot be loaded a second time.
+    Raises ModelError if it cannot be loaded a second time.
     """
     source = resolve_source(name)
     model = read_model(source, name, ours.dtype)
@@ -166,8 +165,7 @@ class Generate(Peer):
 
         `on_tokens` is called when new tokens arrive, with their number for each prompt; a draft may give several.
 
-        Raises:
-            PeerError: it failed.
+        Raises PeerError if it failed.
         """
         ids, mask = _left_padded(prompts, self.model.device)
         self.model.generation_config = self._configuration(params)

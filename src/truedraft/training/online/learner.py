@@ -148,8 +148,7 @@ class Learner:
         level: probability of a promotion without a gain, and of a rollback without cause.
         processor: the calling thread's processor time in seconds.
 
-    Raises:
-        OptionError: a share out of (0, 1], or another number that cannot be used.
+    Raises OptionError for a share out of (0, 1], or another number that cannot be used.
     """
 
     def __init__(

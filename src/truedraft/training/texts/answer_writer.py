@@ -58,8 +58,7 @@ class WritingConfig(WritingOptions):
         seed: of the noise; answer i has its own noise, independent of what was written before.
         elsewhere: writes the answers; None writes them in this process.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     batch: int = 64
@@ -137,9 +136,7 @@ def write_answers(
         width: entries of each vector that are kept; None keeps all that heads read, 0 none.
         least: answers written even if the time is up, with `least_tokens` each; None is one at each temperature.
 
-    Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
-        TrainingError: the target failed, or the files cannot be written.
+    Raises OptionError for a folder of other prompts, target or configuration, TrainingError if that fails.
     """
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")

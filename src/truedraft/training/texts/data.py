@@ -179,8 +179,7 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
             that it saved or can read, or `hf:NAME` on the hub; after `#` its split, else "train".
         tokenizer: from transformers; its chat template formats chats. None refuses them.
 
-    Raises:
-        DataError: a file cannot be read, or an entry is neither; names it.
+    Raises DataError, which names it, if a file cannot be read or an entry is neither.
     """
     chats = ChatTexts(tokenizer)
     return _some([_text_of(*each, chats) for path in paths for each in _entries_of(path)])

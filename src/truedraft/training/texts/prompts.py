@@ -39,8 +39,7 @@ class PromptSets:
         apart: approximate number of `train` that share no text; None is all of them.
         source: a description of what the held-out prompts were cut from; empty where unknown.
 
-    Raises:
-        DataError: a part is empty.
+    Raises DataError if a part is empty.
     """
 
     train: Sequence[Sequence[int]]
