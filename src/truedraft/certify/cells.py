@@ -22,13 +22,11 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
 from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome
 
-Key = tuple[Purpose, int, int]
-"""Purpose, depth and index of a decision."""
+Key = tuple[Purpose, int, int]  # purpose, depth and index of a decision
 Script = dict[Key, float]
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
-NEAR = 2e-15
-"""Largest distance of a flip from its predicted place: a few roundings of float64."""
+NEAR = 2e-15  # largest distance of a flip from its predicted place: a few roundings of float64
 
 
 class ScriptedNoise:

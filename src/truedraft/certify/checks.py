@@ -21,8 +21,7 @@ from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
-PATIENCE = 4.0
-"""Factor of its time that a check may take until it has any useful evidence."""
+PATIENCE = 4.0  # factor of its time that a check may take until it has any useful evidence
 _SEEDS = 1 << 64
 _Item = TypeVar("_Item")
 
@@ -74,17 +73,14 @@ class Stack:
     """The parts that answer together: what is certified.
 
     Attributes:
-        drafter: shared by all engines made here, one after the other.
-        rule: for requests with a temperature.
-        coupled_rule: for greedy and seeded requests; None verifies by comparison, as engines do.
         controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn.
         entropy: of the first engine. Later ones count up, so that drafters that learn from answers meet new noise.
     """
 
     target: LanguageModel
-    drafter: Drafter
-    rule: Rule
-    coupled_rule: Rule | None = None
+    drafter: Drafter  # shared by all engines made here, one after the other
+    rule: Rule  # for requests with a temperature
+    coupled_rule: Rule | None = None  # for greedy and seeded requests; None verifies by comparison, as engines do
     controller: Controller | None = None
     entropy: int = 0
     _engines: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -107,8 +103,7 @@ class Stack:
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
-ReportProgress = Callable[[float], None]
-"""Callback with the completed fraction."""
+ReportProgress = Callable[[float], None]  # callback with the completed fraction
 
 
 def share_of(tell: ReportProgress, number: int, of: int) -> ReportProgress:

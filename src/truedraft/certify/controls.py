@@ -50,26 +50,19 @@ from truedraft.engine.policy import FixedBudget
 from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
 
-TIMES_DETECTABLE = 3.0
-"""Minimum ratio of a control's fault to the smallest deviation that its tests would find."""
-ROOM = 0.15
-"""Tokens with a smaller total variation do not count."""
-_RESERVE = 0.08
-"""Share of the time for all controls that is reserved for each later one."""
+TIMES_DETECTABLE = 3.0  # minimum ratio of a control's fault to the smallest deviation that its tests would find
+ROOM = 0.15  # tokens with a smaller total variation do not count
+_RESERVE = 0.08  # share of the time for all controls that is reserved for each later one
 _NO_TIME = "no time was left to show it; give more minutes"
 _BATCH = 16
-_LENGTH = 40
-"""Tokens of an answer. A fault is found soon, and then no more text is needed."""
+_LENGTH = 40  # tokens of an answer. A fault is found soon, and then no more text is needed.
 _BEGINNING = 8
-_OWN_IS_BETTER = 1.2
-"""The user's own drafter is used unless a stand-in shows a fault in far fewer tokens."""
+_OWN_IS_BETTER = 1.2  # the user's own drafter is used unless a stand-in shows a fault in far fewer tokens
 _SHARPER = 3.0
-_SHARE = 0.6
-"""Approximate share in chains of one token: each step verifies one, and emits one or two."""
+_SHARE = 0.6  # approximate share in chains of one token: each step verifies one, and emits one or two
 _WARM = 1.2
 _ENTRIES = 1 << 22
-_LOOKED_AT = 1 << 20
-"""Number of probabilities that settings are compared by."""
+_LOOKED_AT = 1 << 20  # number of probabilities that settings are compared by
 _PROMPTS = 4
 _TOKENS = 32
 _ROUNDS = 8

@@ -41,8 +41,7 @@ from truedraft.models.cache import FEW, RequestCache
 from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
-_PLACES = 12
-"""Positions of one answer at which a fresh drafter is called."""
+_PLACES = 12  # positions of one answer at which a fresh drafter is called
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,8 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.exact import distance, emitted_dist, target_dist
 
-TOLERANCE = 1e-12
-"""Total variation allowed for rounding in float64; measured values are about a thousandth of it."""
-_TOGETHER = 64
-"""Approximate number of proposals that are verified in one batch."""
+TOLERANCE = 1e-12  # total variation allowed for rounding in float64; measured values are about a thousandth of it
+_TOGETHER = 64  # approximate number of proposals that are verified in one batch
 
 
 class Exact(Check):

@@ -30,16 +30,13 @@ class ProcessReport:
     """Result of a certificate.
 
     Attributes:
-        steps: number of tested steps.
-        accepted: number of accepted drafts among them.
-        p_value: the smallest after Holm's correction, of "every step follows the target"; 1 if paths are compared.
         same_path: whether every path is that of the plain process; None if only distributions are equal.
     """
 
-    steps: int
-    accepted: int
+    steps: int  # number of tested steps
+    accepted: int  # number of accepted drafts among them
     tests: tuple[TestResult, ...]
-    p_value: float
+    p_value: float  # the smallest after Holm's correction, of "every step follows the target"; 1 if paths are compared
     same_path: bool | None = None
 
     @property

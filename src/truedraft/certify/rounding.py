@@ -36,8 +36,7 @@ from truedraft.options import record_of
 _LEEWAY = 2.0
 """A drafted row may be this many times as far from the nearest plain one as plain ones differ: both are maxima over
 roundings, with a unit that doubles at each power of two."""
-_MOST_NODES = 32
-"""More nodes of a tree change nothing about what its rows see, and cost memory."""
+_MOST_NODES = 32  # more nodes of a tree change nothing about what its rows see, and cost memory
 _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
 
 
@@ -276,8 +275,7 @@ class Feeding:
         return 1 + self.depth * (1 + self.siblings) + self.rejected
 
 
-ALONE = Feeding("one token at a time")
-"""Plain decoding of one request: the reference for all other shapes."""
+ALONE = Feeding("one token at a time")  # plain decoding of one request: the reference for all other shapes
 
 
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:

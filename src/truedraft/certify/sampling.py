@@ -23,12 +23,9 @@ from truedraft.testing import altered
 from truedraft.verification import Rule
 from truedraft.verification.rule import BatchVerdicts
 
-TOKENS = 64
-"""Default maximum length of an answer: many positions, with all prompts in rotation."""
-_CHUNK = 256
-"""Tokens of a text in one forward, as in the engine's prefill."""
-_ENTRIES = 1 << 25
-"""Maximum number of logits per forward."""
+TOKENS = 64  # default maximum length of an answer: many positions, with all prompts in rotation
+_CHUNK = 256  # tokens of a text in one forward, as in the engine's prefill
+_ENTRIES = 1 << 25  # maximum number of logits per forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +143,7 @@ def beginnings(prompts: Sequence[Sequence[int]], length: int, whole: int) -> lis
     return [list(prompt) if i % whole == 0 else list(prompt)[:length] for i, prompt in enumerate(prompts)]
 
 
-Text = tuple[Sequence[int], Sequence[int]]
-"""A prompt, and the tokens after it."""
+Text = tuple[Sequence[int], Sequence[int]]  # a prompt, and the tokens after it
 
 
 @torch.inference_mode()

@@ -43,8 +43,7 @@ from truedraft.testing import altered, reduced
 
 FALSE_ALARM = 1.0 / ALARM
 """Largest probability that the statistics of a correct stack keep a certificate from being issued."""
-_MARGIN = 0.5
-"""Margin on measured rounding, relative."""
+_MARGIN = 0.5  # margin on measured rounding, relative
 _ROUNDING = 0.045
 _ROUNDING_TEXTS = 4
 _JOINT = 0.25

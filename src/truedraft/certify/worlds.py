@@ -56,8 +56,7 @@ class Choice:
     rank: int = 0
 
 
-Plan = tuple[Choice, ...]
-"""The draws of one node, in order."""
+Plan = tuple[Choice, ...]  # the draws of one node, in order
 
 
 @dataclass(frozen=True, slots=True)

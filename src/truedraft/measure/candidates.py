@@ -22,8 +22,7 @@ from truedraft.options import Words
 if TYPE_CHECKING:
     from truedraft.drafters.draft_model import DraftModel
 
-LONGEST = 12
-"""Longest chain that is tried where no length is given."""
+LONGEST = 12  # longest chain that is tried where no length is given
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
 _BEAMS, _PATHS = "beams", "length"
 _CHAINS, _SAMPLED, _TREE = "chains", "sampled", "tree"
@@ -36,18 +35,12 @@ _MOST_OF_A_KIND = 8
 
 @dataclass(frozen=True)
 class Candidate:
-    """One drafter at its largest; each of its sizes is a node budget.
-
-    Attributes:
-        drafter: of the largest size; it is replayed.
-        timed: a drafter with proposals of the same cost, by their depth.
-        words: by size, in rising order, for `--drafter`.
-    """
+    """One drafter at its largest; each of its sizes is a node budget."""
 
     typed: str
-    drafter: Drafter
-    timed: Drafter
-    words: Mapping[int, str]
+    drafter: Drafter  # of the largest size; it is replayed
+    timed: Drafter  # a drafter with proposals of the same cost, by their depth
+    words: Mapping[int, str]  # by size, in rising order, for `--drafter`
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -44,21 +44,18 @@ class Plan:
     """The measurements of a plan, and where they are valid.
 
     Attributes:
-        model: name, fingerprint (or None), dtype, bytes of weights and device of the target.
-        context: mean number of cached tokens.
-        forwards: V of the target.
         measured: measured speed-ups over plain decoding, by the drafter's words.
     """
 
     truedraft: str
-    model: Mapping[str, Any]
+    model: Mapping[str, Any]  # name, fingerprint (or None), dtype, bytes of weights and device of the target
     machine: Mapping[str, Any]
     sampling: Mapping[str, Any]
     prompts: int
     tokens: int
-    context: int
+    context: int  # mean number of cached tokens
     batch: int
-    forwards: TargetCost
+    forwards: TargetCost  # V of the target
     memory: Footprint
     drafters: tuple[Drafting, ...]
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -153,8 +150,7 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_dict(data)
 
 
-PLAN_FILE = "plan.json"
-"""File name of a plan in a folder."""
+PLAN_FILE = "plan.json"  # file name of a plan in a folder
 
 
 def make_plan(

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from truedraft.measure.plan import Plan
 
 NONE = "none"
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Batch sizes for which a plan has curves."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # batch sizes for which a plan has curves
 _LEAST_SHARE = 1e-4
 
 
@@ -71,16 +70,14 @@ class Drafting:
 
     Attributes:
         survival: for the largest size, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
-        cost: seconds of a proposal for one request, by its depth.
-        growth: cost of a proposal for 1, 2, ... requests relative to one.
     """
 
     drafter: str
     name: str
     options: tuple[PlanOption, ...]
     survival: tuple[float, ...]
-    cost: DraftCost
-    growth: CostCurve
+    cost: DraftCost  # seconds of a proposal for one request, by its depth
+    growth: CostCurve  # cost of a proposal for 1, 2, ... requests relative to one
     memory: Footprint
 
     def seconds(self, depth: int, requests: int) -> float:
@@ -208,25 +205,20 @@ def prediction_record(found: Prediction) -> dict[str, Any]:
 
 
 _MILLI = 1e3
-FILLED = 0.75
-"""Planned utilisation of a replica, because requests do not arrive evenly; Ray aims at the same."""
+FILLED = 0.75  # planned utilisation of a replica, because requests do not arrive evenly; Ray aims at the same
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Incoming requests.
 
-    Attributes:
-        prompt: tokens to process per request, without those of a cached prefix.
-        token_ms: longest time per token; None is no bound.
-
     Raises OptionError for a number out of range.
     """
 
     requests_per_s: float
-    prompt: int
+    prompt: int  # tokens to process per request, without those of a cached prefix
     answer: int
-    token_ms: float | None = None
+    token_ms: float | None = None  # longest time per token; None is no bound
 
     def __post_init__(self) -> None:
         check_positive("load", self.requests_per_s)

@@ -32,9 +32,6 @@ class AnswerTrace:
     At position i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and onwards.
 
     Attributes:
-        tokens: the first is given by the prompt's forward.
-        limit: most tokens of prompt and answer together.
-        stopped: whether the last token ended the answer and is no part of it.
         seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
         probs: the target's processed probability of each token; empty for greedy and seeded answers.
         dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
@@ -42,11 +39,11 @@ class AnswerTrace:
 
     name: str
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the first is given by the prompt's forward
     params: SamplingParams
     seed: int
-    limit: int
-    stopped: bool
+    limit: int  # most tokens of prompt and answer together
+    stopped: bool  # whether the last token ended the answer and is no part of it
     seen: tuple[StepOutcome, ...]
     probs: tuple[float, ...] = ()
     layers: tuple[int, ...] = ()

@@ -40,18 +40,12 @@ _DRAFTED = 4  # tokens of a draft model's chain
 
 @dataclass(frozen=True)
 class Source:
-    """Where a drafter is stored, and changes to a draft model's files.
-
-    Attributes:
-        without: pattern of names of files to leave out.
-        files: JSON objects by the names of the files that they replace.
-        dtype: of the model; None is the target's.
-    """
+    """Where a drafter is stored, and changes to a draft model's files."""
 
     path: Path
-    without: str = ""
-    files: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
+    without: str = ""  # pattern of names of files to leave out
+    files: Mapping[str, Any] = field(default_factory=dict)  # JSON objects by the names of the files that they replace
+    dtype: torch.dtype | None = None  # of the model; None is the target's
 
     @property
     def config(self) -> dict[str, Any]:
@@ -83,10 +77,7 @@ class Case:
     """A drafter with answers of its target.
 
     Attributes:
-        layers: the target's layers with hidden states in the traces.
-        mended: variants that were needed to load it.
         shown: changes to step outcomes before the drafter receives them.
-        wide: whether the drafter computes in float32 regardless of the target's dtype.
     """
 
     source: Source
@@ -95,10 +86,10 @@ class Case:
     chain: Callable[[Any], Drafter]
     prompts: tuple[str | tuple[int, ...], ...] = ()
     traces: tuple[AnswerTrace, ...] = ()
-    layers: tuple[int, ...] = ()
-    mended: tuple[Variant, ...] = ()
+    layers: tuple[int, ...] = ()  # the target's layers with hidden states in the traces
+    mended: tuple[Variant, ...] = ()  # variants that were needed to load it
     shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
-    wide: bool = False
+    wide: bool = False  # whether the drafter computes in float32 regardless of the target's dtype
 
     def of(self, part: Any) -> Case:
         return replace(self, part=part)
@@ -174,12 +165,11 @@ class Examined:
 
     Attributes:
         chain: makes a drafter of one deterministic chain, as long as it was made for, from a head or draft model.
-        own: variants that are tried before those of how prompts are written.
     """
 
     noun: str
     chain: Callable[[Any], Drafter]
-    own: Sequence[Variant]
+    own: Sequence[Variant]  # variants that are tried before those of how prompts are written
     head: type[Head] | None = None
 
     @property
@@ -360,8 +350,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-Form: TypeAlias = Callable[[Case, int], Sequence[int]]
-"""Writes the prompt of a trace, given by its number, in one way."""
+Form: TypeAlias = Callable[[Case, int], Sequence[int]]  # writes the prompt of a trace, given by its number, in one way
 
 
 def _plain(case: Case, number: int) -> Sequence[int]:

@@ -201,21 +201,13 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Steps:
-    """Result of decoding one trace with several draft sizes; expected values where sampling is random.
+    """Result of decoding one trace with several draft sizes; expected values where sampling is random."""
 
-    Attributes:
-        calls: `[sizes]`: target calls after the prompt's.
-        visits: `[sizes, places]`: probability that a step starts at a position.
-        nodes: `[sizes, places]`: nodes drafted there.
-        depths: `[sizes, places]`: depth of that draft.
-        reach: `[sizes, places, depth]`: probability that a step there accepts at least 1, 2, ... tokens.
-    """
-
-    calls: Numbers
-    visits: Numbers
-    nodes: Numbers
-    depths: Numbers
-    reach: Numbers
+    calls: Numbers  # `[sizes]`: target calls after the prompt's
+    visits: Numbers  # `[sizes, places]`: probability that a step starts at a position
+    nodes: Numbers  # `[sizes, places]`: nodes drafted there
+    depths: Numbers  # `[sizes, places]`: depth of that draft
+    reach: Numbers  # `[sizes, places, depth]`: probability that a step there accepts at least 1, 2, ... tokens
 
 
 @dataclass(frozen=True)
@@ -230,18 +222,15 @@ class Walk:
         fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
         survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
             budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
-        depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
-        sizes: `[places]`: nodes of the whole proposal, or the budget that it uses.
         drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ...; None where all of it is used.
-        guessed: share of a chain's tokens that took no level of drafting, as the drafter predicts it.
     """
 
     fewest: Numbers
     survival: Numbers
-    depths: Numbers
-    sizes: Numbers
+    depths: Numbers  # `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
+    sizes: Numbers  # `[places]`: nodes of the whole proposal, or the budget that it uses
     drafted: Numbers | None = None
-    guessed: float = 0.0
+    guessed: float = 0.0  # share of a chain's tokens that took no level of drafting, as the drafter predicts it
 
     @property
     def tokens(self) -> int:

@@ -179,19 +179,12 @@ def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class UnrolledStep:
-    """One step of `Chains`.
+    """One step of `Chains`."""
 
-    Attributes:
-        leaving: `[rows, width]`: the inputs of the output layer.
-        target: `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1.
-        tokens: `[rows]`: the texts' next tokens.
-        chains: `[rows]`: the row of each chain in the first step.
-    """
-
-    leaving: Tensor
-    target: Tensor
-    tokens: Tensor
-    chains: Tensor
+    leaving: Tensor  # `[rows, width]`: the inputs of the output layer
+    target: Tensor  # `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1
+    tokens: Tensor  # `[rows]`: the texts' next tokens
+    chains: Tensor  # `[rows]`: the row of each chain in the first step
 
     def at(self, rows: slice) -> UnrolledStep:
         return UnrolledStep(self.leaving[rows], self.target[rows], self.tokens[rows], self.chains[rows])
@@ -265,20 +258,13 @@ class Chains(ABC):
 
 @dataclass(frozen=True)
 class Texts:
-    """Concatenated texts that the target has read.
-
-    Attributes:
-        starts: the start of each text, and the end of the last.
-        vectors: `[tokens, width]` of each layer.
-        known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
-        rows: the row in `known` of each token.
-    """
+    """Concatenated texts that the target has read."""
 
     tokens: Tensor
-    starts: Sequence[int]
-    vectors: Sequence[Tensor]
-    known: Tensor
-    rows: np.ndarray[Any, np.dtype[np.int64]]
+    starts: Sequence[int]  # the start of each text, and the end of the last
+    vectors: Sequence[Tensor]  # `[tokens, width]` of each layer
+    known: Tensor  # `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains
+    rows: np.ndarray[Any, np.dtype[np.int64]]  # the row in `known` of each token
 
     @property
     def counts(self) -> list[int]:

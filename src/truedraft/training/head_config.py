@@ -74,19 +74,16 @@ class JointConfig:
     its own answers would only sharpen it.
 
     Attributes:
-        length: tokens of a sequence.
-        heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
-        decay_share: of the steps, at the end, in which the rates decay.
         lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
     """
 
     steps: int = 300
     tokens_per_step: int = 4096
-    length: int = 256
+    length: int = 256  # tokens of a sequence
     heads: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-3, 5e-3))
     backbone: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-4, 5e-4, matrix_weight_decay=0.0))
-    heads_share: float = 0.2
-    decay_share: float = 0.3
+    heads_share: float = 0.2  # weight of the heads' loss relative to the target's own, lambda_0 of the paper
+    decay_share: float = 0.3  # of the steps, at the end, in which the rates decay
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,13 +109,6 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: values that all kinds have in common, and hooks for each kind.
 
     Attributes:
-        tree_prompts: held-out prompts with answers for counting trees and measuring accuracy.
-        test_prompts: held-out prompts for measuring acceptance.
-        decay_share: of the steps, at the end, in which the rate decays.
-        positions_per_step: approximate.
-        window: neighbouring positions read together; sharing distributions, they are less informative.
-        evaluate_every: steps between two measurements on held-out answers.
-        evaluated_positions: approximate, of such a measurement.
         stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
     Raises OptionError for a value out of its range.
@@ -131,13 +121,13 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """Fields that decide the heads, in addition to the text, which is hashed, and the schedule."""
 
     writing: WritingConfig = field(default_factory=WritingConfig)
-    tree_prompts: int = 64
-    test_prompts: int = 32
-    decay_share: float = 0.7
-    positions_per_step: int = 2048
-    window: int = 8
-    evaluate_every: int = 50
-    evaluated_positions: int = 2000
+    tree_prompts: int = 64  # held-out prompts with answers for counting trees and measuring accuracy
+    test_prompts: int = 32  # held-out prompts for measuring acceptance
+    decay_share: float = 0.7  # of the steps, at the end, in which the rate decays
+    positions_per_step: int = 2048  # approximate
+    window: int = 8  # neighbouring positions read together; sharing distributions, they are less informative
+    evaluate_every: int = 50  # steps between two measurements on held-out answers
+    evaluated_positions: int = 2000  # approximate, of such a measurement
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
     stage: int = 1

@@ -260,10 +260,8 @@ def distillation_gradient(
     return gradient, {"loss": float(total), **values}
 
 
-KEPT = 64
-"""Ids of a row."""
-KEPT_BYTES = 6 * KEPT + 2
-"""Bytes of a row on disk: an id and a log of each, and the log of the rest."""
+KEPT = 64  # ids of a row
+KEPT_BYTES = 6 * KEPT + 2  # bytes of a row on disk: an id and a log of each, and the log of the rest
 _STORED = 512  # rows with distributions in memory at once
 
 
@@ -272,13 +270,11 @@ class TargetRows:
     """The distillation targets of some rows.
 
     Attributes:
-        labels: `[rows]`, int64: the drawn tokens; with `ids` the bucket of each.
-        log_probs: `[rows, buckets]`, float32; None where the loss needs only labels.
         ids: `[rows, buckets - 1]`: ids with their own bucket; the last bucket is all others. None: every id has one.
     """
 
-    labels: Tensor
-    log_probs: Tensor | None
+    labels: Tensor  # `[rows]`, int64: the drawn tokens; with `ids` the bucket of each
+    log_probs: Tensor | None  # `[rows, buckets]`, float32; None where the loss needs only labels
     ids: Tensor | None = None
 
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
@@ -323,11 +319,10 @@ class KeptTarget:
 
     Attributes:
         ids: int32 `[rows, kept]`: the top tokens of each row of the text, in descending order; mapped from disk.
-        logs: float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together.
     """
 
     ids: NDArray[np.int32]
-    logs: NDArray[np.float16]
+    logs: NDArray[np.float16]  # float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together
 
     def at(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Ids `[some, kept]`, int64, and logs `[some, kept + 1]`, float32, of distributions that sum to 1."""

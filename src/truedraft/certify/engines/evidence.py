@@ -28,13 +28,11 @@ from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
 from truedraft.measure.peers import FILTERS
 
-COPIED = "copied from the text"
-"""Name of the candidates that are copied as in n-gram speculation."""
+COPIED = "copied from the text"  # name of the candidates that are copied as in n-gram speculation
 _NGRAM = 3
 _CUTS = (0.05, 0.15, 0.3, 0.5)
 _JUDGED_AT = 2.0
-_BEHIND = 2
-"""Tokens after which a state that was not rolled back may show."""
+_BEHIND = 2  # tokens after which a state that was not rolled back may show
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +216,8 @@ def ngram_candidates(answer: AnswerProbs) -> Tensor:
 
 
 WEIGHTS = (0.1, 0.3, 0.6, 0.9, 0.99)
-_FLOOR = 1e-4
-"""Replaces p where p has no mass, so that one token on a filter's edge does not decide by itself."""
-_FORBIDDEN = 1e-6
-"""Mass that a correct engine may have where p has none."""
+_FLOOR = 1e-4  # replaces p where p has no mass, so that one token on a filter's edge does not decide by itself
+_FORBIDDEN = 1e-6  # mass that a correct engine may have where p has none
 _SUMMING = 1e-6
 _TRUST = (15.0, 60.0, 250.0)
 _SAME = (0.1, 0.4)
@@ -342,8 +338,7 @@ class Repeated:
         return log_mean(self._logs[len(_TRUST) :])
 
 
-_OUTSIDE = 1e-6
-"""Share of tokens outside the options' support that a correct engine may emit."""
+_OUTSIDE = 1e-6  # share of tokens outside the options' support that a correct engine may emit
 _FIRM = math.log(20.0)
 
 

@@ -58,8 +58,7 @@ from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import Peer, Reply
 from truedraft.models.base import LanguageModel
 
-_LEAST_GREEDY = 32
-"""Minimum number of greedy tokens away from near ties."""
+_LEAST_GREEDY = 32  # minimum number of greedy tokens away from near ties
 
 
 def certify_engine(

@@ -24,18 +24,14 @@ from truedraft.measure.peers import Peer, PeerFacts, Question, Reply
 from truedraft.models.base import LanguageModel
 from truedraft.text import REPLACEMENT, Tokenizer
 
-BEGINNING = 12
-"""Tokens of a prompt that is sent many times."""
+BEGINNING = 12  # tokens of a prompt that is sent many times
 REPEATED_TOKENS = 4
 STREAM_TOKENS = 48
-TOKENS = 8000
-"""Default number of sampled tokens."""
+TOKENS = 8000  # default number of sampled tokens
 REPEATED_PROMPTS = 3
 GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
-_RIVALS = 2
-"""Top log-probabilities requested per token, to see near ties."""
-_STREAMS = 3
-"""Minimum number of long answers per round; the repeated prompts get as many tokens."""
+_RIVALS = 2  # top log-probabilities requested per token, to see near ties
+_STREAMS = 3  # minimum number of long answers per round; the repeated prompts get as many tokens
 _WHOLE = 4
 _DROPPED = 0.5
 

@@ -248,10 +248,8 @@ def _notes(evidence: Evidence) -> list[str]:
     return notes
 
 
-GOAL = 0.05
-"""A sampler is certified if the smallest detectable total variation is at most this in every world."""
-ROWS = 60_000
-"""Maximum number of rows per world."""
+GOAL = 0.05  # a sampler is certified if the smallest detectable total variation is at most this in every world
+ROWS = 60_000  # maximum number of rows per world
 _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
 _NAMED = 1_000  # rows per world, to name a fault
 

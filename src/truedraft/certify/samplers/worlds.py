@@ -94,8 +94,7 @@ def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
     return (reached <= numbers * reached[:, -1:]).sum(-1).clamp_max(probs.shape[-1] - 1)
 
 
-Probs = Callable[[tuple[int, ...]], Tensor]
-"""The distribution `[vocab]`, float64, after a text."""
+Probs = Callable[[tuple[int, ...]], Tensor]  # the distribution `[vocab]`, float64, after a text
 
 
 def sampler_worlds() -> list[SamplerWorld]:

@@ -14,8 +14,7 @@ from truedraft.measure.bench.suite import Suite
 from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress
 
-PARTS = 100
-"""Progress units of one curve."""
+PARTS = 100  # progress units of one curve
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -178,18 +178,10 @@ _DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy"
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """The conditions of a benchmark, with names as typed; its reports repeat them.
-
-    Attributes:
-        note: the meaning of a padded target's figures; None for an unpadded target.
-        fast_paths: enabled in the target in addition to the plain forward.
-        runs: answers of each system to each group.
-        must_agree: whether our engines must give the tokens of plain decoding.
-        costs_kept: whether a cost curve is from an earlier run, and so from another state of the machine.
-    """
+    """The conditions of a benchmark, with names as typed; its reports repeat them."""
 
     model: str
-    note: str | None
+    note: str | None  # the meaning of a padded target's figures; None for an unpadded target
     pad_to: str | None
     weights: str | None
     drafters: tuple[str, ...]
@@ -198,14 +190,14 @@ class Circumstances:
     dtype: str
     device: str
     threads: int
-    fast_paths: tuple[str, ...]
+    fast_paths: tuple[str, ...]  # enabled in the target in addition to the plain forward
     batch: int
     prompt_set: str
     prompts: int
-    runs: int
+    runs: int  # answers of each system to each group
     sampling: Mapping[str, Any]
-    must_agree: bool
-    costs_kept: bool
+    must_agree: bool  # whether our engines must give the tokens of plain decoding
+    costs_kept: bool  # whether a cost curve is from an earlier run, and so from another state of the machine
     bandwidth: float | None
     weight_bytes: int | None
     machine: Mapping[str, Any]

@@ -55,26 +55,21 @@ class Breakdown:
     """Sums over the settled decoding steps (without a part of a prompt), in seconds.
 
     Attributes:
-        requests: requests summed over steps: their target calls.
         decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
-        forward_curve_s: V(rows, contexts) of each step, by the curve; None without one.
-        plain_curve_s: V(one row a request, contexts).
-        drafting_curve_s: the cost of each step's drafting.
-        unsettled: decoding steps that were not settled, see `StepRecord.settled`; not in the sums.
     """
 
     steps: int = 0
-    requests: int = 0
+    requests: int = 0  # requests summed over steps: their target calls
     rows: int = 0
     nodes: int = 0
     decode_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
     verify_s: float = 0.0
-    forward_curve_s: float | None = None
-    plain_curve_s: float | None = None
-    drafting_curve_s: float | None = None
-    unsettled: int = 0
+    forward_curve_s: float | None = None  # V(rows, contexts) of each step, by the curve; None without one
+    plain_curve_s: float | None = None  # V(one row a request, contexts)
+    drafting_curve_s: float | None = None  # the cost of each step's drafting
+    unsettled: int = 0  # decoding steps that were not settled, see `StepRecord.settled`; not in the sums
     unsettled_s: float = 0.0
 
     __add__ = summed
@@ -160,25 +155,17 @@ _WARM_UPS = 3  # of all groups, where steps were not settled: a shape is settled
 
 @dataclass(frozen=True, slots=True)
 class SystemOutput:
-    """A system's answers to a group of prompts; the last four fields are only of our engines.
-
-    Attributes:
-        first_token_s: None for a prompt without tokens.
-        prefill_s: seconds spent on prompts, including the first tokens.
-        forwards: of the target after the prefill; each serves all prompts of the group.
-        context_tokens: cached tokens read by those forwards, summed over forwards and prompts.
-        first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
-    """
+    """A system's answers to a group of prompts; the last four fields are only of our engines."""
 
     token_ids: tuple[tuple[int, ...], ...]
-    first_token_s: tuple[float | None, ...]
-    prefill_s: float
-    forwards: int
+    first_token_s: tuple[float | None, ...]  # None for a prompt without tokens
+    prefill_s: float  # seconds spent on prompts, including the first tokens
+    forwards: int  # of the target after the prefill; each serves all prompts of the group
     draft_forwards: int
-    context_tokens: int
+    context_tokens: int  # cached tokens read by those forwards, summed over forwards and prompts
     target_calls: int | None
     mean_acceptance_length: float | None
-    first_tokens: int = 1
+    first_tokens: int = 1  # new tokens of a prompt from the prefill; several where that already verifies a draft
     counters: Counters | None = None
     steps: Sequence[StepRecord] = field(default=(), repr=False)
     finish_reasons: tuple[str, ...] = ()

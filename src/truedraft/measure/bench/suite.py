@@ -117,12 +117,10 @@ def _counting(model: Module | None) -> Iterator[list[None]]:
 
 
 PLAIN = "plain"
-ENTROPY = 0
-"""Entropy of the measured engines, so that requests without a seed draw the same noise each time."""
+ENTROPY = 0  # entropy of the measured engines, so that requests without a seed draw the same noise each time
 _LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
 _NO_DRAFTER = "none"
-PEERS = ("transformers",)
-"""Names of other libraries that can be measured together with our engines."""
+PEERS = ("transformers",)  # names of other libraries that can be measured together with our engines
 
 
 class OurEngine(System):

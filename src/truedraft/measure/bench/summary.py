@@ -64,40 +64,32 @@ class Summary:
     """The results of one system.
 
     Attributes:
-        tokens: new tokens of one run of each group, as are `target_calls`, `counters` and `empty_answers`.
-        tokens_per_s: prefill included, as is `speedup`; the others are of tokens after it.
-        target_calls: None where they cannot be counted, as is `mean_acceptance_length`.
-        counters: None for a peer, as are `shares` and `decisions`.
-        speedup: over plain decoding; None without plain rows to pair with.
         predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
-        measured_over_predicted: the geometric mean over groups that have both.
         mbu: fraction of memory bandwidth used in decoding; None where unknown, or above 1, as with weights in caches.
-        identical_groups: groups with the tokens of plain decoding's first run in all runs.
-        unsettled: decoding steps of all runs, see `StepRecord.settled`.
     """
 
     name: str
     ours: bool
     groups: int
-    tokens: int
-    tokens_per_s: Spread
+    tokens: int  # new tokens of one run of each group, as are `target_calls`, `counters` and `empty_answers`
+    tokens_per_s: Spread  # prefill included, as is `speedup`; the others are of tokens after it
     decode_tokens_per_s: Spread
     first_token_s: Spread | None
-    target_calls: int | None
+    target_calls: int | None  # None where they cannot be counted, as is `mean_acceptance_length`
     mean_acceptance_length: float | None
-    counters: Counters | None
-    speedup: Ratio | None
+    counters: Counters | None  # None for a peer, as are `shares` and `decisions`
+    speedup: Ratio | None  # over plain decoding; None without plain rows to pair with
     decode_speedup: Ratio | None
     predicted_speedup: float | None
-    measured_over_predicted: float | None
+    measured_over_predicted: float | None  # the geometric mean over groups that have both
     shares: Shares | None
     mbu: float | None
     cpu_s_per_1000_tokens: float
-    identical_groups: int
+    identical_groups: int  # groups with the tokens of plain decoding's first run in all runs
     compared_groups: int
     empty_answers: tuple[str, ...] = ()
     decisions: Decisions | None = None
-    unsettled: int = 0
+    unsettled: int = 0  # decoding steps of all runs, see `StepRecord.settled`
     unsettled_s: float = 0.0
 
     @property
@@ -286,20 +278,14 @@ class ChosenTrees:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """A system's trees, with predicted and measured tokens per target call.
-
-    Attributes:
-        tree: with `survival` where it was counted; for `chosen` trees the counted one of the same heads.
-        chosen: the trees drafted instead of `tree`, if they are chosen at each step.
-        promised_on: the text of the prediction; `measured` is on the benchmark's own.
-    """
+    """A system's trees, with predicted and measured tokens per target call."""
 
     system: str
-    tree: RankTree
+    tree: RankTree  # with `survival` where it was counted; for `chosen` trees the counted one of the same heads
     measured: float | None
     product: float | None = None
-    chosen: ChosenTrees | None = None
-    promised_on: str = ""
+    chosen: ChosenTrees | None = None  # the trees drafted instead of `tree`, if they are chosen at each step
+    promised_on: str = ""  # the text of the prediction; `measured` is on the benchmark's own
 
     @property
     def nodes(self) -> int:

@@ -33,20 +33,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        token_ids: without the token that ended the answer.
-        finish_reason: "stop" or "length", or another word of the engine's own.
-        unsure: why the ids may not be the drawn ones; "" where the engine returned them itself.
-    """
-
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # without the token that ended the answer
     text: str | None = None
-    finish_reason: str = "length"
+    finish_reason: str = "length"  # "stop" or "length", or another word of the engine's own
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
-    unsure: str = ""
+    unsure: str = ""  # why the ids may not be the drawn ones; "" where the engine returned them itself
 
     def as_dict(self) -> dict[str, Any]:
         top = self.top_logprobs
@@ -71,19 +65,16 @@ class PeerFacts:
     """Properties of an engine.
 
     Attributes:
-        filters: those of `FILTERS` that it supports, in its order.
         takes: names of `SamplingParams` that it supports; a question with others is refused.
-        logprobs: "raw" for the model's own, "processed" after temperature and filters, "" for none.
-        more: further values for reports, such as its command.
     """
 
     name: str
     version: str = ""
-    filters: tuple[str, ...] = FILTERS
+    filters: tuple[str, ...] = FILTERS  # those of `FILTERS` that it supports, in its order
     takes: Collection[str] = ("max_tokens", "temperature", "top_p", "seed", "stop")
     gives_ids: bool = False
-    logprobs: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: str = ""  # "raw" for the model's own, "processed" after temperature and filters, "" for none
+    more: Mapping[str, Any] = field(default_factory=dict)  # further values for reports, such as its command
 
 
 class Peer(ABC):

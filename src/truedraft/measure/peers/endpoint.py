@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 _TOKEN_ID = "token_id:"
-_QUOTED = 40
-"""Characters of a server's message that are shown."""
+_QUOTED = 40  # characters of a server's message that are shown
 _PLAIN = ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 _SENT_AS_THEY_ARE = (
@@ -46,20 +45,16 @@ class Dialect:
     """A kind of server.
 
     Attributes:
-        facts: with their default for logprobs.
-        fields: maps parameters to the fields of a request.
         read: reads an answer; raises a built-in exception if that has another form, ValueError with a sentence.
-        takes_ids: whether a prompt may be ids.
-        least_temperature: the lowest above 0; the server raises lower ones to it.
     """
 
-    facts: PeerFacts
+    facts: PeerFacts  # with their default for logprobs
     path: str
-    fields: Callable[[SamplingParams], dict[str, Any]]
+    fields: Callable[[SamplingParams], dict[str, Any]]  # maps parameters to the fields of a request
     read: Callable[[Mapping[str, Any]], ReceivedAnswer]
-    takes_ids: bool = True
+    takes_ids: bool = True  # whether a prompt may be ids
     most_seed: int = (1 << 63) - 1
-    least_temperature: float = 0.0
+    least_temperature: float = 0.0  # the lowest above 0; the server raises lower ones to it
 
 
 def _openai_fields(params: SamplingParams) -> dict[str, Any]:
@@ -239,13 +234,10 @@ BY_OWNER = {"truedraft": TRUEDRAFT, "vllm": VLLM, "llamacpp": LLAMA_CPP}
 """By the owner of its model, as the server reports it."""
 
 
-_ANY, _ANY_IDS = "The", (1,)
-"""The prompt of test requests, which find out what a server takes."""
+_ANY, _ANY_IDS = "The", (1,)  # the prompt of test requests, which find out what a server takes
 _REFUSALS = (400, 422)
-_CERTAIN = -0.05
-"""Log probability of a first token above which the effect of temperature is too small to see."""
-_NOISE = 0.1
-"""Share of a log probability that rounding may change from one answer to the next."""
+_CERTAIN = -0.05  # log probability of a first token above which the effect of temperature is too small to see
+_NOISE = 0.1  # share of a log probability that rounding may change from one answer to the next
 
 
 class Endpoint(Peer):

@@ -22,21 +22,14 @@ _BY_TEXT = "the server hides ids: these are of its text, and another split into 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedAnswer:
-    """A server's answer, as received; None is what it does not give.
-
-    Attributes:
-        finish_reason: in OpenAI's words, or one of the server's own.
-        token_ids: of the answer, including the one that ended it.
-        names: of its tokens, as in logprobs: their text, or their id as a number.
-        top: the likeliest tokens by name, for each of `names`.
-    """
+    """A server's answer, as received; None is what it does not give."""
 
     text: str | None
-    finish_reason: str
-    token_ids: tuple[int, ...] | None = None
-    names: tuple[str | int, ...] | None = None
+    finish_reason: str  # in OpenAI's words, or one of the server's own
+    token_ids: tuple[int, ...] | None = None  # of the answer, including the one that ended it
+    names: tuple[str | int, ...] | None = None  # of its tokens, as in logprobs: their text, or their id as a number
     logprobs: tuple[float, ...] | None = None
-    top: tuple[Mapping[str | int, float], ...] | None = None
+    top: tuple[Mapping[str | int, float], ...] | None = None  # the likeliest tokens by name, for each of `names`
     prompt_ids: tuple[int, ...] | None = None
     prompt_count: int | None = None
     count: int | None = None

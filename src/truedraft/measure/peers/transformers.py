@@ -49,18 +49,12 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
 
 @dataclass(frozen=True, slots=True)
 class AssistedSetting:
-    """The number of tokens that transformers' assistant drafts.
-
-    Attributes:
-        tokens: drafted in a round, at the start.
-        schedule: "constant", or "heuristic": two more after full acceptance, else one fewer.
-        confidence: the assistant stops below this probability; 0 never stops.
-    """
+    """The number of tokens that transformers' assistant drafts."""
 
     words: str
-    tokens: int
-    schedule: str
-    confidence: float
+    tokens: int  # drafted in a round, at the start
+    schedule: str  # "constant", or "heuristic": two more after full acceptance, else one fewer
+    confidence: float  # the assistant stops below this probability; 0 never stops
 
 
 @dataclass(frozen=True, slots=True)

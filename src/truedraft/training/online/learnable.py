@@ -43,29 +43,22 @@ if TYPE_CHECKING:
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-PLACES = 32
-"""Places of an answer that are replayed."""
+PLACES = 32  # places of an answer that are replayed
 
 
 class Learnable(ABC, Generic[ModuleT]):
     """How the modules of one drafter, all on the CPU, learn.
 
-    Attributes:
-        origin: the original module, in the dtype in which it is served.
-        plural: the name of such modules in messages.
-        answers: number of answers in a training step, each with a span of tokens.
-        least: least tokens of an answer to learn from.
-
     Raises CompositionError if these cannot learn, UnsupportedModelError if the target cannot be learned from.
     """
 
-    origin: ModuleT
-    plural: str
+    origin: ModuleT  # the original module, in the dtype in which it is served
+    plural: str  # the name of such modules in messages
     kind: str
     layers: tuple[int, ...] = ()
     reads_prompts: ClassVar[bool] = True
-    answers: ClassVar[int]
-    least: int
+    answers: ClassVar[int]  # number of answers in a training step, each with a span of tokens
+    least: int  # least tokens of an answer to learn from
     for_tenants: ClassVar[bool] = True
 
     @abstractmethod

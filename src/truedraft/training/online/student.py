@@ -35,8 +35,7 @@ from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig
 
 _log = logging.getLogger("truedraft.training.online")
 
-OWN = 8
-"""Least answers on which a candidate itself has to be better."""
+OWN = 8  # least answers on which a candidate itself has to be better
 _UNIT = 0.1  # kept guesses per place that count as a difference of 1, so that no single answer decides
 _MOST_BET, _MEMORY = 0.8, 0.95  # largest bet; decay of a difference's weight in later bets
 _NEWEST = 0.05  # weight of a step in the average of the weights, which varies less

@@ -43,8 +43,7 @@ _TRIED_ROUNDS = 3
 _LEAST_CUT = 16  # least tokens of an answer that is cut
 _PACED = 32  # steps before the remaining time is reported
 
-PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]
-"""A prompt, and the sampling parameters of its answer."""
+PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]  # a prompt, and the sampling parameters of its answer
 Elsewhere: TypeAlias = Callable[[Sequence[PromptToAnswer]], Iterator[tuple[list[int], bool]]]
 """Lets other machines answer prompts: yields in order the ids of each answer, and whether the target ended it."""
 
@@ -54,15 +53,13 @@ class WritingConfig(WritingOptions):
     """How a target writes.
 
     Attributes:
-        batch: answers written at once; affects only the speed.
-        seed: of the noise; answer i has its own noise, independent of what was written before.
         elsewhere: writes the answers; None writes them in this process.
 
     Raises OptionError for a value out of its range.
     """
 
-    batch: int = 64
-    seed: int = 0
+    batch: int = 64  # answers written at once; affects only the speed
+    seed: int = 0  # of the noise; answer i has its own noise, independent of what was written before
     elsewhere: Elsewhere | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,19 +82,15 @@ class Watch:
     """Progress reports and the stopping time of a target's writing.
 
     Attributes:
-        what: the current work, as "writing text".
-        written: the kind of text, as "answers".
-        share: of the budget at which the writing ends.
-        begun: whether a training on the written text has begun, so that nothing is added.
         on_forecast: called once with an upper limit of the remaining seconds; None reports it as a note.
     """
 
-    what: str = "writing text"
-    written: str = "answers"
+    what: str = "writing text"  # the current work, as "writing text"
+    written: str = "answers"  # the kind of text, as "answers"
     callbacks: Callbacks = field(default_factory=Callbacks)
     budget: TimeBudget = field(default_factory=TimeBudget)
-    share: float = 1.0
-    begun: bool = False
+    share: float = 1.0  # of the budget at which the writing ends
+    begun: bool = False  # whether a training on the written text has begun, so that nothing is added
     on_forecast: Callable[[float], None] | None = None
 
     def over(self) -> bool:
@@ -302,12 +295,9 @@ def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: Wr
     return [list(prompt)[-most:] for prompt in prompts]
 
 
-SELF = Path("self")
-"""Takes the place of a data file: the target writes the prompts."""
-ASKED = "questions"
-"""Name of the files of questions."""
-LONGEST = 160
-"""Most tokens of a question; longer ones rarely end."""
+SELF = Path("self")  # takes the place of a data file: the target writes the prompts
+ASKED = "questions"  # name of the files of questions
+LONGEST = 160  # most tokens of a question; longer ones rarely end
 _MARK = "\N{REPLACEMENT CHARACTER}"
 _SPARE = 1.4  # factor of questions: some have no end, or are duplicates
 _LEAST = 8  # characters

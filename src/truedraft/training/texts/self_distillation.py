@@ -187,15 +187,13 @@ class CollatedBatch:
 
     Attributes:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
-        tokens: `[rows]`, int64: the token that was drawn from each.
         places: `[positions]`, int64, ascending: the rows at which heads guess, each followed by rows that they reach.
-        rows: `[rows]`: the rows of the text.
     """
 
     hidden: Tensor
-    tokens: Tensor
+    tokens: Tensor  # `[rows]`, int64: the token that was drawn from each
     places: Tensor
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # `[rows]`: the rows of the text
 
 
 @dataclass(frozen=True)
