@@ -150,8 +150,7 @@ def _least_promise(drafter: str | None) -> float | None:
 
     The fewest, because a server reports neither its temperature nor its draft sizes.
 
-    Raises:
-        OptionError: there is no folder, or no card in it.
+    Raises OptionError if there is no folder, or no card in it.
     """
     from truedraft.drafters.registry import TrainedDrafter
     from truedraft.measure.variants import place_of

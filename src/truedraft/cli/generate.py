@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.decisions import Decisions
     from truedraft.engine.prompts import Prompt
 
-BATCH = 8
-"""Prompts per batch."""
+BATCH = 8  # prompts per batch
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,7 @@ def write_answer(engine: Engine, request: PromptRequest, terminal: Terminal, sho
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
 
-    Raises:
-        TruedraftError: the prompt cannot be run, or the request failed.
+    Raises TruedraftError if the prompt cannot be run, or the request failed.
     """
     prompt, params = request
     try:

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 _FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
-_LEAST_PROMPTS = 4
-"""One prompt in so many is held out to check the plan."""
+_LEAST_PROMPTS = 4  # one prompt in so many is held out to check the plan
 _PARTS = 100
 _NO_INTERVAL = {"low": None, "high": None}  # for a single prompt
 _LONGEST = 12  # number of drafted tokens in the table of formulas
@@ -145,9 +144,6 @@ def _check_ways(options: PlanOptions) -> None:
     options.load.check(with_curves=closed.alpha is None)
 
 
-# ------------------------------------------------------------------------------- formulas
-
-
 def _closed(options: PlanOptions) -> int:
     from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 
@@ -210,9 +206,6 @@ def _numbers(values: Any) -> tuple[str, ...]:
     return (f"{first}", *(f"{value:.2f}" for value in others))
 
 
-# ------------------------------------------------------------------------------- what if
-
-
 def _simulate(options: PlanOptions, file: Path) -> int:
     from truedraft.measure import WhatIf, prediction_record, read_plan
 
@@ -259,9 +252,6 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     if options.report.json:
         terminal.json(record)
     return DONE
-
-
-# ------------------------------------------------------------------------------- a plan
 
 
 def _plan(options: PlanOptions) -> int:

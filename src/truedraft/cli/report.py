@@ -32,19 +32,12 @@ _WIDEST = 100
 
 @dataclass(slots=True)
 class Answered:
-    """The answers of a command.
+    """The answers of a command."""
 
-    Attributes:
-        names: of the prompts that were answered or failed.
-        answers: one per name.
-        params: one per name.
-        elapsed_s: from the first submission to the last answer.
-    """
-
-    names: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
-    elapsed_s: float = 0.0
+    names: list[str] = field(default_factory=list)  # of the prompts that were answered or failed
+    answers: list[Answer] = field(default_factory=list)  # one per name
+    params: list[SamplingParams] = field(default_factory=list)  # one per name
+    elapsed_s: float = 0.0  # from the first submission to the last answer
     interrupted: bool = False
 
     @property

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from truedraft.server.service import Service
     from truedraft.training.online import Learner
 
-_CACHE_SHARE = 0.75
-"""Share of the free memory after loading for the KV cache, without --max-cache-bytes."""
+_CACHE_SHARE = 0.75  # share of the free memory after loading for the KV cache, without --max-cache-bytes
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def replicas(options: ServeOptions) -> Application:
-    """Replicas as an application for Ray Serve, whatever `ray` says.
-
-    Raises:
-        OptionError: the number of replicas is invalid.
-    """
+    """Replicas as an application for Ray Serve, whatever `ray` says; OptionError if their number is invalid."""
     from truedraft.server.cluster.replicas import application
 
     return application(partial(loaded, options), options.server, _size(options))
@@ -120,8 +115,7 @@ def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, S
     Args:
         number: of this replica; None if there is one server.
 
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     from truedraft.server import application
 

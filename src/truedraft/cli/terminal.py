@@ -173,8 +173,7 @@ def from_escapes(typed: str, option: str) -> str:
     Args:
         typed: may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
 
-    Raises:
-        OptionError: another escape, or a lone surrogate.
+    Raises OptionError for another escape, or a lone surrogate.
     """
 
     def meant(found: re.Match[str]) -> str:

@@ -103,8 +103,7 @@ def draft(options: DraftOptions) -> int:
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
     """Tokens per sequence, before and in the decay; by default the longest lengths that divide the tokens of a step.
 
-    Raises:
-        OptionError: a length does not divide the tokens of a step.
+    Raises OptionError if one does not divide them.
     """
     step, found = run.tokens_per_step, []
     for option_, given, usual in (
@@ -131,11 +130,7 @@ def heads(word: str) -> Callable[[Any], int]:
 
 
 def _train_heads(kind: str, options: HeadOptions) -> int:
-    """Train heads of a kind.
-
-    Raises:
-        TruedraftError: they cannot be trained.
-    """
+    """Train heads of a kind; TruedraftError if they cannot be trained."""
     job = options.job
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
@@ -186,8 +181,7 @@ def ngram(options: NgramOptions) -> int:
 def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -> Elsewhere | None:
     """The cluster that generates the target's text; None is this process.
 
-    Raises:
-        MissingExtraError: Ray is requested and not installed.
+    Raises MissingExtraError without Ray, if asked for.
     """
     if not options.job.ray:
         return None
@@ -220,8 +214,7 @@ def _run(
         train: is called with the target, the callbacks, the time limit and the device.
         check: refuses unusable options of this kind.
 
-    Raises:
-        TruedraftError: it cannot be trained.
+    Raises TruedraftError if it cannot be trained.
     """
     job, model = options.job, _checked_model(kind, options.job, check)  # before imports that take seconds
     from truedraft.training.workspace import WORK, TimeBudget
@@ -311,8 +304,7 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 def _check_folder(kind: str, job: JobOptions) -> None:
     """Refuse a folder that holds other files than the training to be resumed.
 
-    Raises:
-        OptionError: says what is there, such as another process that is training.
+    OptionError says what is there, such as another process that is training.
     """
     from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import WORK, refuse_busy
@@ -354,8 +346,7 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 def _clean(job: JobOptions, report: ReportOptions) -> int:
     """Remove working files, print the freed bytes, and return the exit status.
 
-    Raises:
-        OptionError: there are none, or a process is training there.
+    Raises OptionError if there are none, or a process is training there.
     """
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import in_bytes
