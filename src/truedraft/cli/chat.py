@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.painting import writer
 from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_engine, with_model
-from truedraft.cli.terminal import Terminal, visible
+from truedraft.cli.terminal import Terminal, visible, writer
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import warn
-from truedraft.cli.painting import legend, writer, written
 from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
 from truedraft.cli.session import (
     MEASURING,
@@ -24,7 +23,7 @@ from truedraft.cli.session import (
     waiting,
     with_model,
 )
-from truedraft.cli.terminal import Terminal, from_escapes, say, typed_text
+from truedraft.cli.terminal import Terminal, from_escapes, legend, say, typed_text, writer, written
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
