@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.measure import TREE_TEMPERATURES
-from truedraft.models.base import Segment
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.llama import RotaryTable
+from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
@@ -28,14 +30,8 @@ from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
-from truedraft.training.report import size_of
+from truedraft.training.report import HeadResult, Rows, size_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.llama import RotaryTable
-    from truedraft.models.lm_head import LmHead
-    from truedraft.training.report import HeadResult, Rows
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query

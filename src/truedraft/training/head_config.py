@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import stable_topk
 from truedraft.drafters.heads.head import Head, HeadConfig, VectorHead
 from truedraft.errors import DataError, OptionError
+from truedraft.models.base import LanguageModel
 from truedraft.models.checkpoint import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.options import check_positive, check_share, check_whole
+from truedraft.training.evaluate import EngineRound
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
     Identity,
@@ -44,6 +46,7 @@ from truedraft.training.losses import (
 )
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
+from truedraft.training.report import HeadResult, Rows
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptCounts
 from truedraft.training.texts.self_distillation import (
@@ -53,11 +56,6 @@ from truedraft.training.texts.self_distillation import (
     collate,
     text_tokens,
 )
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-    from truedraft.training.evaluate import EngineRound
-    from truedraft.training.report import HeadResult, Rows
 
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
 """Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.machine import in_bytes
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
+from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import FOR_HEADS, refuse_no_text
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
@@ -54,9 +55,6 @@ from truedraft.training.workspace import (
     free_bytes,
     writing,
 )
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
 """Names of the target's texts: for training, and for choosing trees and measuring."""

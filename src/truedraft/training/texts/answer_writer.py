@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,16 +27,13 @@ from truedraft.engine.request import Request
 from truedraft.errors import DataError, OptionError, PromptError, TrainingError
 from truedraft.measure import StepWatcher, outputs_along
 from truedraft.models.base import LanguageModel
+from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.loop import Callbacks, identity_of
 from truedraft.training.options import WritingOptions
 from truedraft.training.texts.data import read_data, read_texts
 from truedraft.training.texts.prompts import prompts_hash, shuffled
 from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
 from truedraft.training.workspace import WRITTEN, TimeBudget, duration
-
-if TYPE_CHECKING:
-    from truedraft.text.tokenizer import Tokenizer
-
 
 _TRIED_STEPS = 25  # timed together
 _TRIED_ROUNDS = 3
