@@ -156,30 +156,47 @@ def traces_of_answers(
 def _plain_steps(
     target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    ids, end = [*prompt, *answer[:-1]], len(prompt)
-    cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
+    end = len(prompt)
+    for first, last, output in _blocks(target, [*prompt, *answer[:-1]], end, layers=layers, shows_prompt=True):
+        count = last - first
+        first_row = count - 1 if last <= end and not whole else 0
+        parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in range(count)]
+        for part in parts:
+            preceding = first + part.stop - end  # tokens of the answer that came before
+            yield StepOutcome(
+                Proposal.empty(),
+                (),
+                tuple(answer[preceding : preceding + 1]) if preceding >= 0 else (),
+                output.hidden[part],
+                output.logits[part],
+                tuple(each[part] for each in output.layers),
+                preceding < 0,
+            )
+
+
+def _blocks(
+    model: LanguageModel,
+    ids: Sequence[int],
+    first: int,
+    *,
+    adapter: str | None = None,
+    layers: Sequence[int] = (),
+    shows_prompt: bool = False,
+) -> Iterator[tuple[int, int, ForwardOutput]]:
+    """Outputs along a text in blocks, with the place of each; tokens before number `first` are a prompt."""
+    cache = model.new_cache()
+    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
     try:
-        for first, last in itertools.pairwise(edges):
-            count = last - first
-            tokens, rows = torch.tensor(ids[first:last]), range(count)
-            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=count if last <= end else 0)]
-            output = target.forward_showing(segments, layers) if layers else target.forward(segments)
-            cache.commit(rows)
-            first_row = count - 1 if last <= end and not whole else 0
-            parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in rows]
-            for part in parts:
-                preceding = first + part.stop - end  # tokens of the answer that came before
-                yield StepOutcome(
-                    Proposal.empty(),
-                    (),
-                    tuple(answer[preceding : preceding + 1]) if preceding >= 0 else (),
-                    output.hidden[part],
-                    output.logits[part],
-                    tuple(each[part] for each in output.layers),
-                    preceding < 0,
-                )
+        for start, end in itertools.pairwise(edges):
+            count, prompt = end - start, end - start if start < first else 0
+            rows = () if prompt and not shows_prompt else range(count)
+            tokens = torch.tensor(ids[start:end])
+            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)]
+            output = model.forward_showing(segments, layers) if layers else model.forward(segments)
+            cache.commit(range(count))
+            yield start, end, output
     finally:
-        target.release_cache(cache)
+        model.release_cache(cache)
 
 
 class StepWatcher(NoDrafter):
@@ -235,19 +252,7 @@ def outputs_along(
 
     An output may be overwritten when the next one is computed.
     """
-    cache = model.new_cache()
-    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
-    try:
-        for start, end in itertools.pairwise(edges):
-            count = end - start
-            rows, prompt = ((), count) if start < first else (range(count), 0)
-            tokens = torch.tensor(ids[start:end])
-            output = model.forward([Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)])
-            cache.commit(range(count))
-            if start >= first:
-                yield output
-    finally:
-        model.release_cache(cache)
+    return (output for start, _, output in _blocks(model, ids, first, adapter=adapter) if start >= first)
 
 
 @torch.inference_mode()

@@ -238,36 +238,34 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
             end += count + reach
         return CollatedBatch(torch.cat(vectors), torch.cat(tokens), torch.cat(places), np.arange(end))
 
+    @torch.no_grad()
     def replayed(self, modules: Sequence[VectorHead], answer: Answered) -> list[Score]:
-        return replayed(modules, self._lm_head, answer)
-
-
-@torch.no_grad()
-def replayed(heads: Sequence[VectorHead], lm_head: LmHead, answer: Answered) -> list[Score]:
-    """Scores of greedy chains of heads of one size, which together take fewer passes over a large LM head."""
-    tokens = answer.tokens[: PLACES + 1]
-    places, reach = len(tokens) - 1, heads[0].reach
-    if places < 1:
-        return [Score(0, 0, 0)] * len(heads)
-    like = next(heads[0].parameters())
-    hidden = answer.vectors[:places].to(like.device, like.dtype)
-    padded = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
-    embedded = lm_head.embed(padded[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
-    vectors = torch.stack([head.unroll(hidden, embedded) for head in heads])  # [heads, reach, places, exit width]
-    kept = torch.zeros(len(heads), places, dtype=torch.int64)
-    alive = torch.ones(len(heads), places, dtype=torch.bool)
-    for place in range(reach):
-        labels = padded[1 + place : 1 + place + places].expand(len(heads), -1)
-        alive &= labels >= 0
-        separate = heads[0].outputs[place] is not None  # otherwise all use the target's, in one product
-        for number, head in enumerate(heads if separate else heads[:1]):
-            some_heads = slice(number, number + 1) if separate else slice(None)
-            own = torch.zeros_like(alive)
-            own[some_heads] = alive[some_heads]
-            rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
-            alive[own] = torch.cat([agrees(head.place_logits(place, some[0], lm_head), some[1]) for some in rows])
-        kept += alive
-    return [scored(each) for each in kept]
+        """As for all modules; they are of one size, and together take fewer passes over a large LM head."""
+        tokens = answer.tokens[: PLACES + 1]
+        places, reach = len(tokens) - 1, modules[0].reach
+        if places < 1:
+            return [Score(0, 0, 0)] * len(modules)
+        like = next(modules[0].parameters())
+        hidden = answer.vectors[:places].to(like.device, like.dtype)
+        padded = torch.cat([tokens, tokens.new_full((reach,), -1)])  # no guess agrees there
+        embedded = self._lm_head.embed(padded[torch.arange(places)[:, None] + torch.arange(reach)].clamp_min(0).T)
+        vectors = torch.stack([head.unroll(hidden, embedded) for head in modules])  # [heads, reach, places, exit width]
+        kept = torch.zeros(len(modules), places, dtype=torch.int64)
+        alive = torch.ones(len(modules), places, dtype=torch.bool)
+        for place in range(reach):
+            labels = padded[1 + place : 1 + place + places].expand(len(modules), -1)
+            alive &= labels >= 0
+            separate = modules[0].outputs[place] is not None  # otherwise all use the target's, in one product
+            for number, head in enumerate(modules if separate else modules[:1]):
+                some_heads = slice(number, number + 1) if separate else slice(None)
+                own = torch.zeros_like(alive)
+                own[some_heads] = alive[some_heads]
+                rows = zip(vectors[:, place][own].split(_ROWS), labels[own].split(_ROWS), strict=True)
+                alive[own] = torch.cat(
+                    [agrees(head.place_logits(place, some[0], self._lm_head), some[1]) for some in rows]
+                )
+            kept += alive
+        return [scored(each) for each in kept]
 
 
 def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Tensor | None:
