@@ -105,7 +105,13 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat3
 
     Raises OptionError for options that shape logits, or a seed with a lossy rule.
     """
-    _refuse_unusable(stack, params)
+    if params.seeded:
+        stack.rule.check_seed()
+    if params.shapes_logits:
+        raise OptionError(
+            "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
+            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
+        )
     if not stack.rule.lossless:
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
     equality: list[Check] = [Equality()]
@@ -118,16 +124,6 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat3
     else:  # the tests of sampled answers cover what the comparison cannot see
         tests = [Statistics(), ComparedControls(share=0.15), SampledControls([SHARED_BY_TOKENS], share=0.1)]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
-
-
-def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
-    if params.seeded:
-        stack.rule.check_seed()
-    if params.shapes_logits:
-        raise OptionError(
-            "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
-            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
-        )
 
 
 def _notes(findings: Sequence[Finding]) -> list[str]:

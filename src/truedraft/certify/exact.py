@@ -421,14 +421,6 @@ class _LineNoise:
 
 
 @dataclass(frozen=True, slots=True)
-class _Interval:
-    """A cell of the line of differences: its probability, and places near its ends and in its middle."""
-
-    width: float
-    places: tuple[float, float, float]
-
-
-@dataclass(frozen=True, slots=True)
 class CoupledAnswers:
     """Totals over the answers in all cells; each cell is probed at three places."""
 
@@ -475,7 +467,7 @@ def _answers(
     boxes = list(itertools.product(*lines))
     found: list[list[Prefix]] = []
     for place in range(3):
-        noise = [_LineNoise([cell.places[place] for cell in box]) for box in boxes]
+        noise = [_LineNoise([places[place] for _, places in box]) for box in boxes]
         cases = [(case or drafted_with_noise(world, own, world.length - 1, 1)).to(device) for own in noise]
         verdicts = verdicts_of(rule, cases, noise)
         ends = [_continued(world, verdict, own) for verdict, own in zip(verdicts, noise, strict=True)]
@@ -483,7 +475,7 @@ def _answers(
     probs: dict[Prefix, float] = {}
     moved = 0.0
     for box, below, middle, above in zip(boxes, *found, strict=True):
-        width = math.prod(cell.width for cell in box)
+        width = math.prod(own for own, _ in box)
         probs[middle] = probs.get(middle, 0.0) + width
         moved += width * (not below == middle == above)
     return probs, moved, len(boxes)
@@ -502,10 +494,11 @@ def _edge(p: Tensor) -> float:
     return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
 
-def _intervals(edges: Sequence[float]) -> list[_Interval]:
+def _intervals(edges: Sequence[float]) -> list[tuple[float, tuple[float, float, float]]]:
+    """Cells of the line of differences: the probability of each, and places near its ends and in its middle."""
     ends = [-math.inf, *sorted({edge for edge in edges if math.isfinite(edge)}), math.inf]
     return [
-        _Interval(_logistic(high) - _logistic(low), _places(low, high))
+        (_logistic(high) - _logistic(low), _places(low, high))
         for low, high in itertools.pairwise(ends)
         if high - low > 4 * _MARGIN
     ]

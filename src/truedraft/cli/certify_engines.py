@@ -238,7 +238,6 @@ class _Session:
         self._peers: list[Peer] = []
 
     def add_function(self, name: str) -> None:
-        """Add a Python function."""
         from truedraft.measure.peers import ProcessPeer, load_function
 
         function = load_function("process", name)
@@ -300,7 +299,6 @@ class _Session:
         self._peers.append(peer)
 
     def report(self, run: Callable[..., Report], parts: Sequence[Part], judge: Sequence[LanguageModel] = ()) -> Report:
-        """Run a certificate."""
         ids = encode_prompts(self._prompts, next(iter(judge), self._reader))
         with self.terminal.progress("certify", len(parts) * STEPS) as show:
             bar = _EngineBar(parts, show)
@@ -316,7 +314,6 @@ class _Session:
             )
 
     def write(self, report: Report) -> int:
-        """Write the report; returns the exit status."""
         from truedraft.machine import machine_facts
 
         about = {"model": self._options.stack.model, "prompts": self._requests.prompts, "seed": self._params.seed}

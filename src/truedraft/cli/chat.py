@@ -103,7 +103,6 @@ def chat(options: ChatOptions) -> int:
 
 
 def _interactive() -> bool:
-    """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

@@ -62,11 +62,9 @@ class BothWays:
 
     @property
     def counters(self) -> Counters:
-        """Those of speculative decoding."""
         return self.speculative.counters or Counters()
 
     def of_each(self) -> dict[str, Any]:
-        """Medians of speeds and sums of counts, by way."""
         return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
 
 

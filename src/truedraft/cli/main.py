@@ -120,7 +120,6 @@ def _print_import() -> None:
 
 
 def _failed(words: Sequence[str], error: BaseException) -> int:
-    """Report an error to people and, if requested, as JSON."""
     if not output_was_taken():
         return _unwritten_status(words, DONE)
     status = report(error)

@@ -42,23 +42,19 @@ class Answered:
 
     @property
     def status(self) -> int:
-        """The exit status."""
         if self.interrupted:
             return INTERRUPTED
         return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
 
     @property
     def counters(self) -> Counters:
-        """Their sum over the answers."""
         return sum((answer.stats for answer in self.answers), Counters())
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second."""
         return sum(map(emitted, self.answers)) / self.elapsed_s if self.elapsed_s else 0.0
 
     def line(self) -> str:
-        """Summary of a finished command, in one line."""
         stats, seeds = self.counters, {params.seed for params in self.params if params.seeded}
         tokens = sum(map(emitted, self.answers))
         parts = [f"{tokens} tokens in {self.elapsed_s:.2f} s", f"{self.tokens_per_s:.1f} tokens per second"]

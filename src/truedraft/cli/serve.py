@@ -157,7 +157,6 @@ def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engi
 
 
 def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:
-    """The online learner, if one is requested."""
     if not learning.learn:
         if given := changed_fields(learning):
             raise OptionError("has no effect without --learn; give that, too", field=given[0])

@@ -270,7 +270,6 @@ def load_alone(model: ModelOptions, machine: MachineOptions, console: Console) -
 
 
 def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
-    """Adapters by name."""
     found: dict[str, Path] = {}
     for each in typed:
         name, folder = named_adapter(each)

@@ -136,7 +136,6 @@ class Terminal:
         self.out.print(visible(text), style=style, soft_wrap=True)
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table on standard output."""
         print_table(headings, rows, self.out)
 
 

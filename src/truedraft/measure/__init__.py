@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.sizes import nodes_for as nodes_for
     from truedraft.engine.policy.sizes import outdated as outdated
     from truedraft.engine.policy.sizes import sized as sized
-    from truedraft.measure.candidates import candidates_of as candidates_of
-    from truedraft.measure.candidates import fitting_drafters as fitting_drafters
     from truedraft.measure.plan import Plan as Plan
+    from truedraft.measure.plan import candidates_of as candidates_of
+    from truedraft.measure.plan import fitting_drafters as fitting_drafters
     from truedraft.measure.plan import footprint_of as footprint_of
     from truedraft.measure.plan import make_plan as make_plan
     from truedraft.measure.plan import read_plan as read_plan
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "engine.policy.sizes": "NodeBudget node_options nodes_for outdated sized",
-    "measure.candidates": "candidates_of fitting_drafters",
-    "measure.plan": "Plan footprint_of make_plan read_plan",
+    "measure.plan": "Plan candidates_of fitting_drafters footprint_of make_plan read_plan",
     "measure.predictions": (
         "BATCHES NONE Footprint Level Prediction Traffic WhatIf levels load_record prediction_record"
     ),

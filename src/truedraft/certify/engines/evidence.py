@@ -62,17 +62,20 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
     return found
 
 
+def _alone(name: str, fault: str, probs: Callable[[AnswerProbs], Tensor]) -> Alternative:
+    """By distributions over all tokens that need no draft."""
+    return Alternative(name, fault, lambda own, drafts: own.folded(probs(own)))
+
+
 def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[str]) -> Alternative:
-    return Alternative(name, fault, lambda own, drafts: own.folded(own.under(params, filters)))
+    return _alone(name, fault, lambda own: own.under(params, filters))
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
     t = params.temperature
     found = [
         Alternative(
-            "the likeliest token",
-            "greedy above temperature 0",
-            lambda own, drafts: argmax(own.folded(own.probs)),
+            "the likeliest token", "greedy above temperature 0", lambda own, drafts: argmax(own.folded(own.probs))
         ),
         *(
             _options(
@@ -98,16 +101,8 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
     if params.top_p < 1.0:
         found += [
             _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
-            Alternative(
-                "one token more",
-                "top-p off by one token",
-                lambda own, drafts: own.folded(_resized(own, filters, 1)),
-            ),
-            Alternative(
-                "one token less",
-                "top-p off by one token",
-                lambda own, drafts: own.folded(_resized(own, filters, -1)),
-            ),
+            _alone("one token more", "top-p off by one token", lambda own: _resized(own, filters, 1)),
+            _alone("one token less", "top-p off by one token", lambda own: _resized(own, filters, -1)),
         ]
     if params.top_k > 0:
         found.append(_options("no top-k", "top-k ignored", replace(params, top_k=0), filters))
@@ -134,10 +129,10 @@ _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
 def _of_state() -> list[Alternative]:
     fault = "state of another text"
     return [
-        Alternative("one token earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 1))),
-        Alternative("two tokens earlier", fault, lambda own, drafts: own.folded(_earlier(own.probs, 2))),
-        Alternative("any place of the answer", fault, lambda own, drafts: own.folded(_running_mean(own.probs))),
-        Alternative("the last token again", fault, _last_again),
+        _alone("one token earlier", fault, lambda own: _earlier(own.probs, 1)),
+        _alone("two tokens earlier", fault, lambda own: _earlier(own.probs, 2)),
+        _alone("any place of the answer", fault, lambda own: _running_mean(own.probs)),
+        _alone("the last token again", fault, _last_again),
     ]
 
 
@@ -190,11 +185,11 @@ def _running_mean(probs: Tensor) -> Tensor:
     return torch.cat([probs[:_BEHIND], means[_BEHIND - 1 :]])
 
 
-def _last_again(answer: AnswerProbs, drafts: Mapping[str, Tensor]) -> Tensor:
+def _last_again(answer: AnswerProbs) -> Tensor:
     again = torch.zeros_like(answer.probs)
     first = len(answer.question.prompt)
     last = torch.tensor(answer.text[first - 1 : first - 1 + len(answer.tokens)])
-    return answer.folded(again.scatter_(-1, last[:, None], 1.0))
+    return again.scatter_(-1, last[:, None], 1.0)
 
 
 def ngram_candidates(answer: AnswerProbs) -> Tensor:
