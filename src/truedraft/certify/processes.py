@@ -53,10 +53,8 @@ def certify_process(
 ) -> ProcessReport:
     """Run a process with drafts from initial `states` `[chains, ...]`, and test every step of it.
 
-    Args:
-        windows: drafted steps per round, one run for each, with its own seed from `seed` on.
-
-    Raises OptionError for no windows, and what ended a chain.
+    `windows` are drafted steps per round, one run for each, with its own seed from `seed` on. Raises OptionError for no
+    windows, and what ended a chain.
     """
     if not windows:
         raise OptionError("must name one window or more, got none", field="windows")

@@ -242,10 +242,7 @@ class ReportWriter:
     def write(self, report: Report, about: Mapping[str, Any]) -> int:
         """Print a report, write its files and, if requested, the record; returns the exit status.
 
-        Files that cannot be written are reported last, and replace only the status 0.
-
-        Args:
-            about: further circumstances, for page and record.
+        Files that cannot be written are reported last, and replace only the status 0. `about` is more for the record.
         """
         _show(report, self.terminal)
         record = {"command": f"certify {self.command}"} | report.as_dict() | dict(about)

@@ -216,11 +216,7 @@ def _errors_undecided() -> Iterator[None]:
 
 
 class _Session:
-    """The engines under test, each with its transcript if one is kept.
-
-    Args:
-        opened: closes the engines and files.
-    """
+    """The engines under test, each with its transcript if one is kept; `opened` closes both."""
 
     def __init__(self, command: str, options: EndpointOptions, opened: contextlib.ExitStack) -> None:
         self._options, self._requests, self._opened = options, options.requests, opened

@@ -76,14 +76,9 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by the arguments after the program's name (None is `sys.argv`); returns the exit status.
 
-    Args:
-        arguments: those after the program's name; None is `sys.argv`.
-
-    Returns:
-        The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130
-        interrupted.
+    0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130 interrupted.
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)

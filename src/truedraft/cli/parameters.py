@@ -92,10 +92,7 @@ class _Parameter:
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
     def value(self, typed: Any, with_files: bool) -> Any:
-        """The field's value, from typer's.
-
-        Args:
-            with_files: whether to check what is the same in all commands, such as that files exist.
+        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist.
 
         Raises TruedraftError if it is invalid in any command, or required and missing.
         """
@@ -185,12 +182,8 @@ def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
     """A dataclass of options from values by name, parsed as on the command line.
 
-    Files are not checked, because the options may be used on another machine.
-
-    Args:
-        words: each value as on the command line, a list for repeated options, or a bool for flags.
-
-    Raises OptionError if an option is unknown, or its value invalid.
+    `words` are values as on the command line, lists for repeated options, or bools for flags. Files are not checked,
+    because the options may be used on another machine. Raises OptionError for an unknown option or an invalid value.
     """
     found: list[Read] = []
 

@@ -175,11 +175,7 @@ def divergence_words(stats: Counters) -> str:
 
 
 def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
-    """Print the decision of each step, its reason and its gain, as a table and a timeline of the answer.
-
-    Args:
-        has_drafter: whether any drafter could draft.
-    """
+    """Print the decision of each step, its reason and its gain, as a table and a timeline of the answer."""
     from truedraft.measure.bench import decisions_table
 
     if not has_drafter:
@@ -208,8 +204,7 @@ def verdict(decisions: Decisions) -> str:
 def timeline(decisions: Decisions, width: int) -> list[str]:
     """The steps from left to right: drafter, drafted and accepted tokens; then a legend.
 
-    Args:
-        decisions: at least one step.
+    There is at least one step.
     """
     marks = marks_of(list(decisions.ordered))
     room = max(width - max(map(len, _LABELS)) - 1, 1)

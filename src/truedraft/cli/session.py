@@ -133,10 +133,7 @@ def derived_seed(base: int, number: int) -> int:
 
 
 def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
-    """Refuse guarantees that the rule cannot keep, before anything is loaded.
-
-    Args:
-        field: the option with the seed.
+    """Refuse guarantees that the rule cannot keep, before anything is loaded; `field` is the option with the seed.
 
     Raises OptionError if there is no such rule, or a seed is given with a lossy one.
     """

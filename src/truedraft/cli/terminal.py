@@ -99,8 +99,7 @@ class Terminal:
     def progress(self, what: str, total: int, during_output: bool = False) -> Iterator[Progress]:
         """A bar on standard error, if that is a terminal and the work takes over `patience_s`.
 
-        Args:
-            during_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
+        With `during_output` answers are written at the same time; then there is no bar if they go to a terminal.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -175,8 +174,7 @@ def from_escapes(typed: str, option: str) -> str:
     >>> from_escapes(r"\n\u20ac\\", "--stop")
     '\n€\\'
 
-    Args:
-        typed: may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
+    It may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
 
     Raises OptionError for another escape, or a lone surrogate.
     """
@@ -274,12 +272,9 @@ _MEANINGS = {
 
 
 class TokenPainter:
-    """Converts the pieces of one answer to marked text.
+    """Converts the pieces of one answer to marked text, or to ids without a tokenizer.
 
     A character of several tokens gets the mark of the token that completes it.
-
-    Args:
-        tokenizer: None shows ids.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, colour: bool) -> None:

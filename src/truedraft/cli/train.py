@@ -380,11 +380,7 @@ def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
 
 
 def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
-    """What is kept of an interrupted training, and how to use it.
-
-    Args:
-        keeps_answers: whether the target's answers are kept even before the first checkpoint.
-    """
+    """How to use what is kept of an interrupted training: also before the first checkpoint, if it `keeps_answers`."""
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
     from truedraft.training.workspace import PLACES, WORK
 

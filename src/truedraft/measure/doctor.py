@@ -161,10 +161,8 @@ def examine(
 ) -> Diagnosis:
     """Say whether a drafter is read as it was trained, and how much it gains.
 
-    Args:
-        promised: tokens per call on the drafter's card, by temperature.
-
-    Raises DataError for too few prompts, CompositionError if the drafter does not fit the target.
+    `promised` are tokens per call on its card, by temperature. Raises DataError for too few prompts, CompositionError
+    if the drafter does not fit the target.
     """
     fits = [each for each in prompts if len(each.ids) + tokens < case.target.context_length]
     if len(fits) < LEAST_PROMPTS:

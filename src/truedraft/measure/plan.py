@@ -90,10 +90,8 @@ def candidates_of(
     chains at once; trees of heads of 1 to 64 nodes; 1 to 8 beams of every length; both widths of weights for drafts of
     the target.
 
-    Args:
-        made: the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again.
-
-    Raises TruedraftError if there is no such drafter, it cannot be loaded, does not fit, or cannot be replayed.
+    `made` is the drafter, of any sizes, if it is loaded already; its model or heads are not loaded again. Raises
+    TruedraftError if there is no such drafter, it cannot be loaded, does not fit, or cannot be replayed.
     """
     words = Words.parse("drafter", typed)
     paths = KINDS[words.kind].paths if words.kind in KINDS and words.path is None else ()

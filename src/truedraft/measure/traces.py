@@ -132,10 +132,7 @@ def traces_of_answers(
     params: SamplingParams,
     drafters: Iterable[Drafter],
 ) -> list[AnswerTrace]:
-    """Traces of known answers, each read once by the target.
-
-    Args:
-        answers: prompt, answer, and whether its last token ended it.
+    """Traces of known `answers` (prompt, answer, and whether its last token ended it), each read once by the target.
 
     Raises ModelError if the target failed, or cannot show what a drafter declares.
     """
