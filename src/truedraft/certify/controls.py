@@ -142,12 +142,7 @@ class ComparedControls(Check):
     part = Part.CONTROLS
 
     def __init__(
-        self,
-        controls: Sequence[Fault] = COMPARED,
-        *,
-        rounds: int = _ROUNDS,
-        tokens: int = _TOKENS,
-        share: float = 0.25,
+        self, controls: Sequence[Fault] = COMPARED, *, rounds: int = _ROUNDS, tokens: int = _TOKENS, share: float = 0.25
     ) -> None:
         self.share = share
         self._controls = controls

@@ -165,12 +165,7 @@ def _some(guesses: Sequence[Guess]) -> list[Guess]:
 
 
 def _fresh_guess(
-    engine: Engine,
-    fresh: Guesses,
-    text: Sequence[int],
-    limit: int,
-    options: SamplingParams,
-    deadline: Deadline,
+    engine: Engine, fresh: Guesses, text: Sequence[int], limit: int, options: SamplingParams, deadline: Deadline
 ) -> Guess | None:
     """What a new request of the same `limit` (total length) proposes for a text; None if it did not reach the text."""
     prompt = list(text[:-1])

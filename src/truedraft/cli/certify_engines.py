@@ -114,11 +114,7 @@ class EngineOptions(EndpointOptions):
         heading="Model",
     )
     allowance: float | None = option(
-        None,
-        "How far its log-probabilities may lie from the model's.",
-        "X",
-        heading="Model",
-        shown_default="measured",
+        None, "How far its log-probabilities may lie from the model's.", "X", heading="Model", shown_default="measured"
     )
     no_float32: bool = flag("Leave out float32, for a model that is too large to load again.", heading="Model")
 

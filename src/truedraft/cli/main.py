@@ -64,8 +64,7 @@ def build_app() -> typer.Typer:
 
 
 def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> int:
     if version:
         sys.stdout.write(f"truedraft {__version__}\n")

@@ -345,14 +345,7 @@ def _made(
             show(round(done * _PARTS), remark)
 
         made = make_plan(
-            target,
-            drafters,
-            prompts,
-            params,
-            batch=options.runs.batch,
-            made=fitting,
-            costs=costs,
-            progress=report,
+            target, drafters, prompts, params, batch=options.runs.batch, made=fitting, costs=costs, progress=report
         )
     for warning in costs.warnings:
         warn(warning)

@@ -78,9 +78,7 @@ class StackOptions(ModelOptions):
         shown_default="no limit; serve: 3/4 of what is free",
     )
     gpu_memory_utilization: float = option(
-        0.9,
-        "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.",
-        "SHARE",
+        0.9, "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.", "SHARE"
     )
 
 

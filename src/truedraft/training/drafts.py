@@ -27,13 +27,7 @@ from truedraft.errors import (
 )
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.measure import TREE_TEMPERATURES
-from truedraft.models.architecture import (
-    LlamaShape,
-    load_causal_lm,
-    new_llama,
-    save_llama,
-    use_training_attention,
-)
+from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama, use_training_attention
 from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_model, resolve_source
@@ -61,13 +55,7 @@ from truedraft.training.loop import (
     identity_of,
     train_with_callbacks,
 )
-from truedraft.training.losses import (
-    DistillationLoss,
-    ForwardKL,
-    Mixture,
-    TotalVariation,
-    distillation_gradient,
-)
+from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes

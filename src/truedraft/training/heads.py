@@ -39,12 +39,7 @@ from truedraft.training.report import Effort, HeadReport, HeadResult, write_head
 from truedraft.training.texts.answer_writer import SELF, Watch, Writing, names_of, opening_of, write_answers
 from truedraft.training.texts.data import load_tokenizer, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
-from truedraft.training.texts.self_distillation import (
-    SelfDistillationData,
-    WindowSampler,
-    WrittenAnswer,
-    read_answers,
-)
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, read_answers
 from truedraft.training.workspace import (
     TRAINED,
     WORK,

@@ -44,9 +44,7 @@ def judging_logits(model: LanguageModel, texts: Sequence[tuple[Sequence[int], Se
 
 
 def measured_allowance(
-    judge: LanguageModel,
-    rounded: LanguageModel | None,
-    answered: Sequence[tuple[Question, Reply]],
+    judge: LanguageModel, rounded: LanguageModel | None, answered: Sequence[tuple[Question, Reply]]
 ) -> tuple[Allowance, Tensor | None]:
     """Measure how far an engine's kernels may move log-probabilities, from a few greedy answers.
 

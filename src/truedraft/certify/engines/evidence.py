@@ -151,9 +151,7 @@ def _of_judging(draft: str) -> list[Alternative]:
     # Bfloat16 loses sums of many small cells, so all tokens are kept.
     fine = faults.IN_BFLOAT16
     whole = Alternative(
-        f"{draft}: {fine.detail}",
-        fine.name,
-        lambda own, drafts: own.folded(_judged(fine, own.probs, drafts[draft])),
+        f"{draft}: {fine.detail}", fine.name, lambda own, drafts: own.folded(_judged(fine, own.probs, drafts[draft]))
     )
     return [*found, *map(by, drawing), whole]
 

@@ -444,11 +444,7 @@ def markdown(
     decided: Sequence[tuple[Summary, str]] = (),
 ) -> str:
     """The report; `pictures` are names without suffix in its folder, as PNG and SVG."""
-    parts = [
-        "# Benchmark",
-        f"{circumstances.line()}.",
-        *map(_markdown_of, all_tables(summaries, circumstances)),
-    ]
+    parts = ["# Benchmark", f"{circumstances.line()}.", *map(_markdown_of, all_tables(summaries, circumstances))]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]

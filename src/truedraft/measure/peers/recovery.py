@@ -46,10 +46,7 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int | None = None,
-        eos_token_ids: Collection[int] | None = None,
+        self, tokenizer: Tokenizer | None, vocab_size: int | None = None, eos_token_ids: Collection[int] | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.vocab_size if vocab_size is None and tokenizer is not None else vocab_size
