@@ -217,7 +217,7 @@ def _run(
     Raises TruedraftError if it cannot be trained.
     """
     job, model = options.job, _checked_model(kind, options.job, check)  # before imports that take seconds
-    from truedraft.training.workspace import WORK, TimeBudget
+    from truedraft.training.workspace import WORK, TimeBudget, finish_work
 
     budget = TimeBudget(options.run.minutes)
     from truedraft.cli import train_report
@@ -251,7 +251,10 @@ def _run(
         return INTERRUPTED
     if not main:
         return DONE
-    _finish(job, tracker, result)
+    if tracker is not None:
+        tracker.finish(result.evaluations)
+    if not job.keep_work:
+        finish_work(job.out)
     train_report.show(terminal, kind, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
@@ -260,21 +263,23 @@ def _run(
     return status
 
 
-def _finish(job: JobOptions, tracker: Tracker | None, result: Any) -> None:
-    """Report the result to the tracker, and remove files of no further use."""
-    from truedraft.training.workspace import finish_work
-
-    if tracker is not None:
-        tracker.finish(result.evaluations)
-    if not job.keep_work:
-        finish_work(job.out)
-
-
 def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:
+    """Notes above the bar, if there is one; a line for each checkpoint without a terminal."""
     from truedraft.training.loop import Callbacks
+    from truedraft.training.workspace import duration
 
-    note = _notes(terminal)
-    callbacks = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
+    def note(sentence: str) -> None:
+        terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
+
+    def checkpoint(saved: Saved) -> None:
+        if not terminal.err.is_terminal:
+            left = f", about {duration(saved.left_s)} left" if saved.step < saved.total_steps else ""
+            say(
+                f"step {saved.step:,} of {saved.total_steps:,}, loss {saved.loss:.3f}, {saved.tokens:,} tokens{left}; "
+                f"saved in {saved.path}"
+            )
+
+    callbacks = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=checkpoint)
     return callbacks if tracker is None else dataclasses.replace(callbacks, on_step=tracker.step)
 
 
@@ -357,26 +362,6 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
     if report.json:
         terminal.json({"command": "train --clean", "out": str(out), "freed_bytes": freed})
     return DONE
-
-
-def _notes(terminal: Terminal) -> Callable[[str], None]:
-    """A function that prints notes of a training on standard error, above the bar if there is one."""
-    return lambda sentence: terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
-
-
-def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
-    """A function that prints a line for each checkpoint, unless standard error is a terminal with a bar."""
-    from truedraft.training.workspace import duration
-
-    def line(saved: Saved) -> None:
-        if not terminal.err.is_terminal:
-            left = f", about {duration(saved.left_s)} left" if saved.step < saved.total_steps else ""
-            say(
-                f"step {saved.step:,} of {saved.total_steps:,}, loss {saved.loss:.3f}, {saved.tokens:,} tokens{left}; "
-                f"saved in {saved.path}"
-            )
-
-    return line
 
 
 def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:

@@ -62,13 +62,13 @@ def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Seq
     return found
 
 
-def _alone(name: str, fault: str, probs: Callable[[AnswerProbs], Tensor]) -> Alternative:
+def _without_draft(name: str, fault: str, probs: Callable[[AnswerProbs], Tensor]) -> Alternative:
     """By distributions over all tokens that need no draft."""
     return Alternative(name, fault, lambda own, drafts: own.folded(probs(own)))
 
 
 def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[str]) -> Alternative:
-    return _alone(name, fault, lambda own: own.under(params, filters))
+    return _without_draft(name, fault, lambda own: own.under(params, filters))
 
 
 def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
@@ -101,8 +101,8 @@ def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternat
     if params.top_p < 1.0:
         found += [
             _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
-            _alone("one token more", "top-p off by one token", lambda own: _resized(own, filters, 1)),
-            _alone("one token less", "top-p off by one token", lambda own: _resized(own, filters, -1)),
+            _without_draft("one token more", "top-p off by one token", lambda own: _resized(own, filters, 1)),
+            _without_draft("one token less", "top-p off by one token", lambda own: _resized(own, filters, -1)),
         ]
     if params.top_k > 0:
         found.append(_options("no top-k", "top-k ignored", replace(params, top_k=0), filters))
@@ -129,10 +129,10 @@ _MIN_P_FIRST = ("temperature", "min_p", "top_k", "top_p")
 def _of_state() -> list[Alternative]:
     fault = "state of another text"
     return [
-        _alone("one token earlier", fault, lambda own: _earlier(own.probs, 1)),
-        _alone("two tokens earlier", fault, lambda own: _earlier(own.probs, 2)),
-        _alone("any place of the answer", fault, lambda own: _running_mean(own.probs)),
-        _alone("the last token again", fault, _last_again),
+        _without_draft("one token earlier", fault, lambda own: _earlier(own.probs, 1)),
+        _without_draft("two tokens earlier", fault, lambda own: _earlier(own.probs, 2)),
+        _without_draft("any place of the answer", fault, lambda own: _running_mean(own.probs)),
+        _without_draft("the last token again", fault, _last_again),
     ]
 
 
