@@ -325,7 +325,8 @@ def _made(
     """The plan; cached costs are first checked against some steps."""
     from truedraft.engine import Engine
     from truedraft.engine.policy import StepCosts
-    from truedraft.measure import fitting_drafters, make_plan, outdated
+    from truedraft.engine.policy.sizes import outdated
+    from truedraft.measure import fitting_drafters, make_plan
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
     fitting = fitting_drafters(target, warn) if "auto" in typed else {}

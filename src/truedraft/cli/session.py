@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from truedraft.engine import Engine
-    from truedraft.measure import NodeBudget, Plan
+    from truedraft.engine.policy.sizes import NodeBudget
+    from truedraft.measure import Plan
     from truedraft.measure.bench import Failure, Group
     from truedraft.models.base import LanguageModel
 
@@ -212,7 +213,7 @@ def load_engine(
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
-        from truedraft.measure import sized
+        from truedraft.engine.policy.sizes import sized
 
         with quiet_hub(), errors_about("model"):
             target = load_target(stack, machine)

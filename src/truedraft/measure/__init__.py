@@ -1,4 +1,4 @@
-"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text, and how many nodes pay."""
+"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import TYPE_CHECKING
 from truedraft.lazy import loads
 
 if TYPE_CHECKING:
-    from truedraft.engine.policy.sizes import NodeBudget as NodeBudget
-    from truedraft.engine.policy.sizes import node_options as node_options
-    from truedraft.engine.policy.sizes import nodes_for as nodes_for
-    from truedraft.engine.policy.sizes import outdated as outdated
-    from truedraft.engine.policy.sizes import sized as sized
     from truedraft.measure.plan import Plan as Plan
     from truedraft.measure.plan import candidates_of as candidates_of
     from truedraft.measure.plan import fitting_drafters as fitting_drafters
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
     from truedraft.measure.walks import walk_along as walk_along
 
 _MODULES = {
-    "engine.policy.sizes": "NodeBudget node_options nodes_for outdated sized",
     "measure.plan": "Plan candidates_of fitting_drafters footprint_of make_plan read_plan",
     "measure.predictions": (
         "BATCHES NONE Footprint Level Prediction Traffic WhatIf levels load_record prediction_record"

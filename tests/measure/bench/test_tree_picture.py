@@ -19,10 +19,10 @@ from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine import Engine
 from truedraft.engine.policy import StepCosts
+from truedraft.engine.policy.sizes import nodes_for
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
-from truedraft.measure import nodes_for
 from truedraft.measure.bench.costs import size_trees
 from truedraft.measure.bench.plots import draw_drafted, draw_tree
 from truedraft.measure.bench.report import OutputFolder, bench_record, markdown

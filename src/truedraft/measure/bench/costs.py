@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import DraftCost, TargetCost
 from truedraft.engine.policy import StepCosts, drafter_cost, read_bandwidth, target_cost
+from truedraft.engine.policy.sizes import outdated, sized
 from truedraft.errors import OptionError
-from truedraft.measure import Footprint, footprint_of, outdated, sized
+from truedraft.measure import Footprint, footprint_of
 from truedraft.measure.bench.runs import CurveCosts
 from truedraft.measure.bench.suite import Suite
 from truedraft.models.base import LanguageModel
