@@ -30,9 +30,8 @@ from truedraft.certify import Part
 from truedraft.certify.e_process import ALARM, CERTAIN
 from truedraft.certify.faults import Fault
 from truedraft.certify.samplers import Sampler, certify_sampler, load_sampler
-from truedraft.certify.samplers.evidence import Evidence
-from truedraft.certify.samplers.suspects import joint_of, suspects
-from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
+from truedraft.certify.samplers.run import Evidence
+from truedraft.certify.samplers.worlds import SamplerWorld, drawn, joint_of, sampler_worlds, suspects
 from truedraft.errors import TruedraftError
 from truedraft.measure.peers.samplers import vllm
 from vllm_put_right import copied_to_tokens

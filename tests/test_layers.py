@@ -121,11 +121,10 @@ def test_the_server_needs_neither_training_nor_measure() -> None:
 def test_transformers_stays_where_it_belongs() -> None:
     users = {"models", "text"}
     for path in MODULES:
-        trains_tokenizers = path.relative_to(SOURCE).as_posix() == "training/texts/tokenizer.py"
         libraries = {name.split(".")[0] for name in imports_of(path, typing_too=False)}
         peer = path.relative_to(SOURCE).as_posix().startswith("measure/peers/")
-        assert "transformers" not in libraries or package_of(path) in users or trains_tokenizers or peer, path
-        assert "tokenizers" not in libraries or package_of(path) == "text" or trains_tokenizers, path
+        assert "transformers" not in libraries or package_of(path) in users or peer, path
+        assert "tokenizers" not in libraries or package_of(path) == "text", path
 
 
 def test_what_is_imported_is_installed_with_it() -> None:

@@ -37,12 +37,10 @@ from truedraft.training.heads import (
 )
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.report import HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import Watch, WritingConfig, write_answers
-from truedraft.training.texts.answered import ask_itself
-from truedraft.training.texts.data import Curriculum, read_data
+from truedraft.training.texts.answer_writer import Watch, WritingConfig, ask_itself, write_answers
+from truedraft.training.texts.data import Curriculum, copy_tokenizer, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled
 from truedraft.training.texts.self_distillation import AnswerFiles
-from truedraft.training.texts.tokenizer import copy_tokenizer
 from truedraft.training.workspace import WORK, TimeBudget
 
 SEED = 7

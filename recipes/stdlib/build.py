@@ -26,8 +26,7 @@ from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm, save_llama
 from truedraft.training.drafts import DraftConfig, starting_draft, stream_loop
 from truedraft.training.loop import CHECKPOINT, TrainingLoop
-from truedraft.training.texts.data import read_stream, write_stream
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
+from truedraft.training.texts.data import load_tokenizer, read_stream, save_tokenizer, write_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,9 +25,8 @@ from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.report import Card, evaluation_facts, training_facts
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.data import as_stream
+from truedraft.training.texts.data import as_stream, load_tokenizer
 from truedraft.training.texts.prompts import PromptSets, cut_prompts, shipped_prompts, without_pieces
-from truedraft.training.texts.tokenizer import load_tokenizer
 from truedraft.training.workspace import WORK
 
 TARGET = "embedded:target"

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from truedraft.certify.samplers.suspects import suspects
-from truedraft.certify.samplers.worlds import sampler_worlds
+from truedraft.certify.samplers.worlds import sampler_worlds, suspects
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "certify_samplers.jsonl"

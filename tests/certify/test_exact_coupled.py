@@ -14,8 +14,7 @@ from torch import Tensor
 
 from truedraft.certify import exact
 from truedraft.certify.checks import Status
-from truedraft.certify.coupled_cells import answer_probs, expected_verdict, judged_cases, wide_cases
-from truedraft.certify.exact import TOLERANCE
+from truedraft.certify.exact import TOLERANCE, answer_probs, expected_verdict, judged_cases, wide_cases
 from truedraft.certify.worlds import World, build, worlds_for
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal

@@ -284,7 +284,7 @@ MUTANTS = [
     (equality, "if margin > 2.0 * allowed:", "if False:", a_fault_among_roundings_is_a_fault),
     (
         rounding,
-        "self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference",
+        "self.plain_difference <= self.limit and self.from_nearest_plain <= _LEEWAY * self.plain_difference",
         "True",
         a_broken_mask_is_more_than_rounding,
     ),

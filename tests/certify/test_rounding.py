@@ -118,6 +118,6 @@ def test_what_a_rejected_draft_moves_is_measured() -> None:
     target.forward = moved  # type: ignore[method-assign]
     found = measured(target, Budget(depth=3, width=1, nodes=3))
     assert found.plain_difference == 0.0
-    spreads = {spread.name: spread for spread in found.drafted}
-    assert spreads["chains of 3, all rejected"].different > 0
-    assert spreads["chains of 3, all rejected"].logits > 1e-5
+    spreads = {spread.shape: spread for spread in found.drafted}
+    assert spreads["chains of 3, all rejected"].different_rows > 0
+    assert spreads["chains of 3, all rejected"].largest_logit_difference > 1e-5

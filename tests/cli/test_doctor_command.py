@@ -14,8 +14,8 @@ from cli.tiny import Run
 from measure.peers.scripted_server import Made, scripted
 from truedraft.errors import PeerError
 from truedraft.kinds.redrafter.module import RedrafterHead
-from truedraft.measure.peers.acceptance import served_acceptance
 from truedraft.measure.peers.calling import Caller
+from truedraft.measure.peers.endpoint import served_acceptance
 from truedraft.models.embedded import embedded_heads
 
 WORDS = ("--model", "embedded:target", "--limit", "14", "--tokens", "12")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli.tiny import tiny_tokenizer
-from truedraft.cli.painting import TokenPainter, legend
+from truedraft.cli.terminal import TokenPainter, legend
 from truedraft.core.stats import Counters
 from truedraft.core.verdict import Origin
 from truedraft.engine import Answer, Piece

@@ -17,7 +17,7 @@ from truedraft.core import intervals
 from truedraft.core.intervals import Interval
 from truedraft.engine.policy import Goodput
 from truedraft.measure import Prediction, read_plan
-from truedraft.measure.candidates import LONGEST
+from truedraft.measure.plan import LONGEST
 from truedraft.measure.predictions import Circumstance
 
 NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")

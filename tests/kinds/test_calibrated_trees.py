@@ -25,8 +25,8 @@ from truedraft.models.embedded import embedded_heads
 from truedraft.models.lm_head import LmHead
 from truedraft.training.heads import lm_head_of
 from truedraft.training.texts.answer_writer import WritingConfig, write_answers
+from truedraft.training.texts.data import load_tokenizer
 from truedraft.training.texts.prompts import cut_prompts, shipped_prompts
-from truedraft.training.texts.tokenizer import load_tokenizer
 
 TARGET = "embedded:target"
 SHARPNESS = {"embedded": 1.0, "flat": 0.4}

@@ -9,7 +9,7 @@ import pytest
 from measure.test_plans import chains, plan_of
 from truedraft.errors import OptionError
 from truedraft.measure import NONE, Traffic, WhatIf, levels, load_record
-from truedraft.measure.load import Level, Way, replicas, stops_to_pay
+from truedraft.measure.predictions import Level, Way, replicas, stops_to_pay
 
 MADE = plan_of(chains())
 TRAFFIC = Traffic(30.0, prompt=11, answer=11)  # a prompt takes 20 ms, and ten tokens follow the first

@@ -26,7 +26,7 @@ from truedraft.engine.policy import CostStore, StepCosts
 from truedraft.errors import CompositionError, DataError, OptionError, UnknownOptionError
 from truedraft.kinds.eagle.module import Eagle3Config
 from truedraft.measure import NONE, Plan, WhatIf, candidates_of, fitting_drafters, make_plan, read_plan
-from truedraft.measure.candidates import LONGEST
+from truedraft.measure.plan import LONGEST
 from truedraft.measure.predictions import Circumstance, Drafting, Footprint, PlanOption, options_of
 from truedraft.measure.traces import trace_answers
 from truedraft.measure.walks import Walk, walk_along
@@ -150,7 +150,7 @@ def test_what_is_tried_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kind_alone_names_what_auto_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bare word is the newest of the kind, which auto may have left out."""
-    target, place = packed("llama"), "truedraft.measure.candidates"
+    target, place = packed("llama"), "truedraft.measure.plan"
     options = {"num_speculative_tokens": "12", "context": "512"}
     monkeypatch.setattr(f"{place}.auto_members", lambda *_, **__: [(Words("drafter", "draft", "old", options), None)])
     for newest, words in (("new", "draft:old,context=512"), ("old", "draft,context=512")):

@@ -17,9 +17,8 @@ from truedraft.core.budget import Budget
 from truedraft.core.proposal import DrawKind
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.drafters import DraftModel
-from truedraft.measure.siblings import ChainDraws, Draws, TreeDraws, draws_of
 from truedraft.measure.traces import trace_answers
-from truedraft.measure.walks import Walk, walk_along
+from truedraft.measure.walks import ChainDraws, Draws, TreeDraws, Walk, draws_of, walk_along
 from truedraft.testing import MarkovModel
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.rule import DrawnToken, JudgedRow

@@ -12,7 +12,7 @@ from recipes.stdlib.settings import DRAFT_SHAPE, TARGET_SHAPE, Settings
 from recipes.stdlib.sources import COUNT, MANIFEST, TOKENS
 
 from truedraft.models.architecture import load_causal_lm, new_llama
-from truedraft.training.texts.tokenizer import load_tokenizer
+from truedraft.training.texts.data import load_tokenizer
 
 EMBEDDED = Path(__file__).parents[2] / "packages" / "truedraft-embedded" / "src" / "truedraft_embedded"
 MIB = 2**20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from truedraft.core.stats import Counters
-from truedraft.measure.bench.record import Circumstances
+from truedraft.measure.bench.report import Circumstances
 from truedraft.measure.bench.summary import Ratio, Spread, Summary
 
 

@@ -13,9 +13,8 @@ from truedraft.models.architecture import LlamaShape, new_llama, save_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-from truedraft.training.texts.data import Curriculum
+from truedraft.training.texts.data import Curriculum, save_tokenizer
 from truedraft.training.texts.self_distillation import CollatedBatch
-from truedraft.training.texts.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -36,9 +36,8 @@ from truedraft.training.drafts import DraftConfig
 from truedraft.training.heads import train_heads
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.data import Curriculum
+from truedraft.training.texts.data import Curriculum, save_tokenizer
 from truedraft.training.texts.prompts import PromptSets
-from truedraft.training.texts.tokenizer import save_tokenizer
 
 PROMPTS, TOKENS = 14, 14
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n<|endoftext|>\n\n{% endfor %}"

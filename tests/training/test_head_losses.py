@@ -14,8 +14,7 @@ from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig, SelfFeeding
 from truedraft.training import losses
 from truedraft.training.head_config import HeadLoss, HeadsObjective, heads_optimizer
-from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture, loss_from_spec
-from truedraft.training.targets import ComputedTarget
+from truedraft.training.losses import ComputedTarget, CrossEntropy, DistillationLoss, ForwardKL, Mixture, loss_from_spec
 from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens
 
 LENGTH, DECAY = 3, 0.7

@@ -13,9 +13,16 @@ import torch
 from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
-from truedraft.training import targets
-from truedraft.training.losses import CrossEntropy, ForwardKL, TotalVariation, loss_from_spec
-from truedraft.training.targets import KeptTarget, TargetRows, keep_target
+from truedraft.training import losses
+from truedraft.training.losses import (
+    CrossEntropy,
+    ForwardKL,
+    KeptTarget,
+    TargetRows,
+    TotalVariation,
+    keep_target,
+    loss_from_spec,
+)
 from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData, WrittenAnswer
 
 SHAPE = LlamaShape(vocab_size=90, width=16, layers=1, heads=2, kv_heads=1, intermediate=32, context=64, head_size=8)
@@ -42,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "_CHUNK", 8)
+    monkeypatch.setattr(losses, "_STORED", 8)
     done = []
     probs = keep_target(text, lm_head, tmp_path, "train", on_progress=lambda *counts: done.append(counts))
     dist = lm_head(text.hidden(slice(None))).float().softmax(-1)
@@ -58,7 +65,7 @@ def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, 
 
 
 def test_an_interruption_is_gone_on_with(lm_head, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "_CHUNK", 8)
+    monkeypatch.setattr(losses, "_STORED", 8)
     (tmp_path / "a").mkdir()
     keep_target(text, lm_head, tmp_path / "a", "train")
     whole = contents(tmp_path / "a")

@@ -19,9 +19,9 @@ from truedraft.training.losses import (
     NegativeLogAcceptance,
     ReverseKL,
     TotalVariation,
+    computed_rows,
     loss_from_spec,
 )
-from truedraft.training.targets import computed_rows
 
 LOG_2 = math.log(2)
 # p = (1/2, 1/2, 0), q = (1/4, 1/2, 1/4)

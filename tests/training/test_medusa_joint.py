@@ -24,8 +24,8 @@ from truedraft.training.joint import Backbone, JointObjective, rank_for
 from truedraft.training.loop import Callbacks, trained_weights
 from truedraft.training.losses import ForwardKL
 from truedraft.training.texts.answer_writer import WritingConfig
+from truedraft.training.texts.data import load_tokenizer
 from truedraft.training.texts.prompts import PromptSets
-from truedraft.training.texts.tokenizer import load_tokenizer
 
 WHOLE = JointConfig(steps=5, tokens_per_step=64, length=32, lora_rank=0)
 CONFIG = MedusaTrainingConfig(

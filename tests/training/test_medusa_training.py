@@ -29,11 +29,10 @@ from truedraft.training.head_config import heads_optimizer
 from truedraft.training.heads import HeadJob, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.report import licence_of, made_by
-from truedraft.training.texts.answer_writer import WritingConfig, WrittenAnswer
-from truedraft.training.texts.answered import SELF
+from truedraft.training.texts.answer_writer import SELF, WritingConfig, WrittenAnswer
+from truedraft.training.texts.data import load_tokenizer, save_tokenizer
 from truedraft.training.texts.prompts import PromptSets
 from truedraft.training.texts.self_distillation import SelfDistillationData
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 HEADS = 2

@@ -31,8 +31,7 @@ from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.loop import Callbacks, TrainingLoop, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.data import Curriculum
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
+from truedraft.training.texts.data import Curriculum, load_tokenizer, save_tokenizer
 from truedraft.training.workspace import TimeBudget
 
 CURRICULUM = Curriculum(stable_length=32, decay_length=64, tokens_per_step=256, tokens_per_pass=256)

@@ -18,7 +18,7 @@ from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.errors import DataError, OptionError, VocabularyMismatchError
 from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, evaluate, train_ngrams
 from truedraft.training import ngrams as module
-from truedraft.training.texts.tokenizer import save_tokenizer
+from truedraft.training.texts.data import save_tokenizer
 
 ANSWERS = NgramConfig(tokens=48, prompt_tokens=8, answers=WritingConfig(answer_tokens=12, batch=3, seed=5))
 

@@ -13,7 +13,7 @@ from small_worlds import A1, A2, COUPLED, EXACT, F2, W2, Case, Table, World, bui
 from torch import Tensor
 
 from support.coupled_choice import coupled_choice
-from truedraft.certify.coupled_cells import answer_probs, expected_verdict
+from truedraft.certify.exact import answer_probs, expected_verdict
 from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose

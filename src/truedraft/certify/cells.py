@@ -22,15 +22,11 @@ from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import Rule
 from truedraft.verification.rule import DrawnToken, JudgedRow, Outcome
 
-Key = tuple[Purpose, int, int]
-"""Purpose, depth and index of a decision."""
+Key = tuple[Purpose, int, int]  # purpose, depth and index of a decision
 Script = dict[Key, float]
 VerdictProbs = dict[Verdict, float]
 BELOW_ONE = 1.0 - 2.0**-53
-NEAR = 2e-15
-"""Largest distance of a flip from its predicted place: a few roundings of float64."""
-
-# ---------------------------------------------------------------------------------------- shipped code under a script
+NEAR = 2e-15  # largest distance of a flip from its predicted place: a few roundings of float64
 
 
 class ScriptedNoise:
@@ -58,9 +54,6 @@ class ScriptedNoise:
 def verdicts_of(rule: Rule, cases: Sequence[Case], noise: Sequence[Noise]) -> list[Verdict]:
     """One batched call of the shipped `verify`."""
     return rule.verify([case.proposal for case in cases], [case.probs for case in cases], noise)
-
-
-# ---------------------------------------------------------------------------------------- kernels
 
 
 def outcomes_of(rule: Rule, case: Case, group: Sequence[int]) -> list[Outcome]:
@@ -136,9 +129,6 @@ def completed(
     for (answer, _), mass in step.items():
         extend(answer, mass)
     return found
-
-
-# ---------------------------------------------------------------------------------------- cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +234,6 @@ def _find(rule: Rule, cases: Sequence[Case], edges: Sequence[_Edge]) -> None:
             (highs if beyond else lows)[i] = middles[i]
     for edge, place in zip(between, highs, strict=True):
         edge.place = place
-
-
-# ---------------------------------------------------------------------------------------- decisions and their edges
 
 
 def decisions(rule: Rule, case: Case, verdict: Verdict) -> list[Key]:

@@ -51,9 +51,8 @@ def certify(
         announce: callback before the checks with a prediction of what the time can show; None skips the trial.
         in_float32: compares greedy and seeded answers of the same stack in float32; None skips it.
 
-    Raises:
-        OptionError: no prompts, an unusable batch or time, options that shape logits, or a seed with a lossy rule.
-        TruedraftError: the target failed.
+    Raises OptionError for no prompts, or a batch, time or options that cannot be used; TruedraftError if the target
+    failed.
     """
     check_run(prompts, stack.target.context_length - 2, batch, seconds)
     began = common.now()
@@ -104,10 +103,15 @@ def _findings(checks: Sequence[Check], whole: Context, report: Callable[[Part, f
 def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat32 | None = None) -> list[Check]:
     """The checks of a certificate for a stack and options, in their order.
 
-    Raises:
-        OptionError: options that shape logits, or a seed with a lossy rule.
+    Raises OptionError for options that shape logits, or a seed with a lossy rule.
     """
-    _refuse_unusable(stack, params)
+    if params.seeded:
+        stack.rule.check_seed()
+    if params.shapes_logits:
+        raise OptionError(
+            "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
+            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
+        )
     if not stack.rule.lossless:
         return [Exact(), LossyDivergence(), Invariance(), DraftState()]
     equality: list[Check] = [Equality()]
@@ -120,16 +124,6 @@ def checks_of(stack: Stack, params: SamplingParams, in_float32: EqualityInFloat3
     else:  # the tests of sampled answers cover what the comparison cannot see
         tests = [Statistics(), ComparedControls(share=0.15), SampledControls([SHARED_BY_TOKENS], share=0.1)]
     return [Exact(), *equality, *tests, Invariance(), DraftState()]
-
-
-def _refuse_unusable(stack: Stack, params: SamplingParams) -> None:
-    if params.seeded:
-        stack.rule.check_seed()
-    if params.shapes_logits:
-        raise OptionError(
-            "a certificate compares distributions by temperature, top-k, top-p and min-p; leave out penalties, biases, "
-            "banned tokens, min_tokens and structured (docs/options.md shows that they are exact)"
-        )
 
 
 def _notes(findings: Sequence[Finding]) -> list[str]:

@@ -21,12 +21,9 @@ from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
-PATIENCE = 4.0
-"""Factor of its time that a check may take until it has any useful evidence."""
+PATIENCE = 4.0  # factor of its time that a check may take until it has any useful evidence
 _SEEDS = 1 << 64
 _Item = TypeVar("_Item")
-
-# ---------------------------------------------------------------------------------------- checks and their findings
 
 
 class Part(Enum):
@@ -76,17 +73,14 @@ class Stack:
     """The parts that answer together: what is certified.
 
     Attributes:
-        drafter: shared by all engines made here, one after the other.
-        rule: for requests with a temperature.
-        coupled_rule: for greedy and seeded requests; None verifies by comparison, as engines do.
         controller: each engine gets a copy. None drafts up to the limits, with all drafters of a portfolio in turn.
         entropy: of the first engine. Later ones count up, so that drafters that learn from answers meet new noise.
     """
 
     target: LanguageModel
-    drafter: Drafter
-    rule: Rule
-    coupled_rule: Rule | None = None
+    drafter: Drafter  # shared by all engines made here, one after the other
+    rule: Rule  # for requests with a temperature
+    coupled_rule: Rule | None = None  # for greedy and seeded requests; None verifies by comparison, as engines do
     controller: Controller | None = None
     entropy: int = 0
     _engines: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -109,8 +103,7 @@ class Stack:
         return replace(self, **parts)  # type: ignore[arg-type]
 
 
-ReportProgress = Callable[[float], None]
-"""Callback with the completed fraction."""
+ReportProgress = Callable[[float], None]  # callback with the completed fraction
 
 
 def share_of(tell: ReportProgress, number: int, of: int) -> ReportProgress:
@@ -157,18 +150,13 @@ class Check(ABC):
     def run(self, context: Context) -> list[Finding]:
         """Check the context's stack.
 
-        Raises:
-            DrafterError: the drafter gave up; plain decoding remains, which is no evidence about the stack.
-            TruedraftError: the target failed.
+        Raises DrafterError if the drafter gave up, as plain decoding is no evidence about the stack, TruedraftError if
+        the target failed.
         """
 
 
 def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, seconds: float) -> None:
-    """Refuse prompts, batches or times that leave nothing to check.
-
-    Raises:
-        OptionError: an argument is out of range.
-    """
+    """Refuse prompts, batches or times that leave nothing to check; OptionError for an argument out of range."""
     if not prompts:
         raise OptionError("there is nothing to certify with: give at least one prompt")
     if batch < 1:
@@ -179,9 +167,6 @@ def check_run(prompts: Sequence[Sequence[int]], most_tokens: float, batch: int, 
         if not 0 < len(prompt) <= most_tokens:
             most = f"give 1 to {most_tokens}, so that the model has room to answer"
             raise OptionError(f"prompt {number} has {len(prompt)} tokens; {most}")
-
-
-# ---------------------------------------------------------------------------------------- deadlines
 
 
 def now() -> float:
@@ -238,8 +223,7 @@ def answered_in_time(
 ) -> list[Request]:
     """Complete requests together; a failed one has the finish reason "error".
 
-    Raises:
-        OutOfTimeError: the time was over before; the requests are cancelled.
+    Raises OutOfTimeError if the time was over before: the requests are cancelled.
     """
     requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
     try:
@@ -276,11 +260,9 @@ def open_ended(params: SamplingParams, length: int) -> SamplingParams:
 
 
 def check_sound(answer: Answer, drafter: str) -> None:
-    """Raise if an answer or its drafter failed, because the rest is no evidence about the stack.
+    """Refuse what is no evidence about the stack.
 
-    Raises:
-        DrafterError: the drafter gave up and the answer continued without it, or batches failed.
-        ModelError: the answer ended with an error.
+    Raises DrafterError if the drafter gave up or failed for a batch, ModelError if the answer ended with an error.
     """
     if answer.finish_reason == "error":
         raise ModelError(f"nothing can be certified while answers fail: {answer.error}")

@@ -50,31 +50,22 @@ from truedraft.engine.policy import FixedBudget
 from truedraft.models.base import LanguageModel
 from truedraft.testing import scaled
 
-TIMES_DETECTABLE = 3.0
-"""Minimum ratio of a control's fault to the smallest deviation that its tests would find."""
-ROOM = 0.15
-"""Tokens with a smaller total variation do not count."""
-_RESERVE = 0.08
-"""Share of the time for all controls that is reserved for each later one."""
+TIMES_DETECTABLE = 3.0  # minimum ratio of a control's fault to the smallest deviation that its tests would find
+ROOM = 0.15  # tokens with a smaller total variation do not count
+_RESERVE = 0.08  # share of the time for all controls that is reserved for each later one
 _NO_TIME = "no time was left to show it; give more minutes"
 _BATCH = 16
-_LENGTH = 40
-"""Tokens of an answer. A fault is found soon, and then no more text is needed."""
+_LENGTH = 40  # tokens of an answer. A fault is found soon, and then no more text is needed.
 _BEGINNING = 8
-_OWN_IS_BETTER = 1.2
-"""The user's own drafter is used unless a stand-in shows a fault in far fewer tokens."""
+_OWN_IS_BETTER = 1.2  # the user's own drafter is used unless a stand-in shows a fault in far fewer tokens
 _SHARPER = 3.0
-_SHARE = 0.6
-"""Approximate share in chains of one token: each step verifies one, and emits one or two."""
+_SHARE = 0.6  # approximate share in chains of one token: each step verifies one, and emits one or two
 _WARM = 1.2
 _ENTRIES = 1 << 22
-_LOOKED_AT = 1 << 20
-"""Number of probabilities that settings are compared by."""
+_LOOKED_AT = 1 << 20  # number of probabilities that settings are compared by
 _PROMPTS = 4
 _TOKENS = 32
 _ROUNDS = 8
-
-# ---------------------------------------------------------------------------------------- planted faults
 
 
 SAMPLED = (
@@ -108,8 +99,6 @@ COMPARED = (
         "drafted by the target itself",
     ),
 )
-
-# ---------------------------------------------------------------------------------------- the checks
 
 
 class SampledControls(Check):
@@ -153,12 +142,7 @@ class ComparedControls(Check):
     part = Part.CONTROLS
 
     def __init__(
-        self,
-        controls: Sequence[Fault] = COMPARED,
-        *,
-        rounds: int = _ROUNDS,
-        tokens: int = _TOKENS,
-        share: float = 0.25,
+        self, controls: Sequence[Fault] = COMPARED, *, rounds: int = _ROUNDS, tokens: int = _TOKENS, share: float = 0.25
     ) -> None:
         self.share = share
         self._controls = controls
@@ -210,9 +194,6 @@ class ComparedControls(Check):
             tokens = wrong[number].token_ids
             choices = _target_choices(stack, prompt, tokens, own)
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
-
-
-# ---------------------------------------------------------------------------------------- faults of sampled answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +273,6 @@ def _sizes(fault: Fault, scored: Scored) -> Tensor:
         p, q, places, _ = found
         size[places] = total_variation(p, fault.emitted(p, q)).to(size)
     return size
-
-
-# ---------------------------------------------------------------------------------------- where faults have room
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,9 +375,6 @@ def drafted(scored: Scored) -> tuple[Tensor, Tensor, list[int], bool] | None:
             rows.append(torch.zeros_like(row))
             rows[-1][decision.candidates[0]] = 1.0
     return p, torch.stack(rows), places, scored.decisions[places[0]].q is not None
-
-
-# ---------------------------------------------------------------------------------------- faults of exact answers
 
 
 @dataclass(slots=True)

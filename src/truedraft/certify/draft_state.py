@@ -41,8 +41,7 @@ from truedraft.models.cache import FEW, RequestCache
 from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
-_PLACES = 12
-"""Positions of one answer at which a fresh drafter is called."""
+_PLACES = 12  # positions of one answer at which a fresh drafter is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +165,7 @@ def _some(guesses: Sequence[Guess]) -> list[Guess]:
 
 
 def _fresh_guess(
-    engine: Engine,
-    fresh: Guesses,
-    text: Sequence[int],
-    limit: int,
-    options: SamplingParams,
-    deadline: Deadline,
+    engine: Engine, fresh: Guesses, text: Sequence[int], limit: int, options: SamplingParams, deadline: Deadline
 ) -> Guess | None:
     """What a new request of the same `limit` (total length) proposes for a text; None if it did not reach the text."""
     prompt = list(text[:-1])

@@ -31,12 +31,9 @@ from truedraft.certify.sampling import Scored
 ALARM, CERTAIN = 1e3, 1e6
 """Evidence at which a check fails, and at which a deviation that repeats in another run is certain."""
 _TILTS = tuple(sign * 2.0**power for sign in (1, -1) for power in range(3, -8, -1))
-_SUMMING = 2e-5
-"""Largest error of a sum of float32 probabilities."""
-ENOUGH = 0.06
-"""Total variation that must be detectable: controls must be three times as large, and few exceed 0.2."""
-POWER = 0.99
-"""Probability with which a smallest detectable deviation is found."""
+_SUMMING = 2e-5  # largest error of a sum of float32 probabilities
+ENOUGH = 0.06  # total variation that must be detectable: controls must be three times as large, and few exceed 0.2
+POWER = 0.99  # probability with which a smallest detectable deviation is found
 POWER_SIGMAS = 2.3263478740408408  # of the normal distribution, for POWER
 _ROUNDS = 8
 _RANDOM_SETS = 32
@@ -171,9 +168,6 @@ class EventTests:
             p_value = math.exp(-max(log, 0.0))
             found.append(TestResult(name, int(tokens), expected, int(observed), variance, p_value, allowance))
         return found
-
-
-# ---------------------------------------------------------------------------------------- events
 
 
 class TokenTests:
@@ -330,8 +324,7 @@ class Events:
         return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)
 
 
-FLOOR = 2.0**-22
-"""Minimum probability of a cell: of the size of a rounding of float32."""
+FLOOR = 2.0**-22  # minimum probability of a cell: of the size of a rounding of float32
 _CONCENTRATIONS = (4.0, 32.0, 256.0, 2048.0, 16384.0)
 _ELSEWHERE = 0.05  # the share of a prior that is uniform over cells, including those without probability
 _MISSED = 4  # expected number of samples without detection when measuring power

@@ -45,18 +45,14 @@ from truedraft.engine import Answer, Engine
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel
 
-_MOST_FAULTS = 4
-"""Maximum number of traced faults; one is enough to fail, and a broken stack diverges everywhere."""
+_MOST_FAULTS = 4  # maximum number of traced faults; one is enough to fail, and a broken stack diverges everywhere
 _ROUNDING_TEXTS = 8
 _ROUNDING_PLACES = 8
 """Positions per text: few, because each text is computed in a dozen shapes, and a short certificate has one text."""
 _ROUNDING_SHARE = 0.15  # of the time
 _MOST_LOADING = 1.0 / 3.0  # of the time for a certificate
-_NEAR = 16
-"""Positions up to the divergence over which rounding is measured; one position shows too few roundings."""
+_NEAR = 16  # positions up to the divergence over which rounding is measured; one position shows too few roundings
 _HALVINGS = 60
-
-# ---------------------------------------------------------------------------------------- the check
 
 
 class Equality(Check):
@@ -189,9 +185,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-# ---------------------------------------------------------------------------------------- comparison of answers
-
-
 @dataclass
 class Comparison:
     """Answers compared with the references that they must equal."""
@@ -260,9 +253,6 @@ class Comparison:
             "recoveries": self.stats.recoveries,
             "warnings": self.warnings,
         }
-
-
-# ---------------------------------------------------------------------------------------- divergence points
 
 
 @dataclass(frozen=True, slots=True)

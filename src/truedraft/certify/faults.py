@@ -39,8 +39,6 @@ Form = Callable[[Tensor, Tensor], Masses]
 the draft was drawn from, one-hot for a candidate without a draw."""
 EPSILON, DELTA = 0.09, 0.3  # of typical acceptance, as published
 
-# ------------------------------------------------------------------------------------------------ closed forms
-
 
 def rest(kept: Tensor) -> Tensor:
     """The mass that is not kept, `[..., 1]`."""
@@ -189,9 +187,6 @@ def probs_under_shared_noise(p: Tensor, token: int, after: Tensor) -> Tensor:
     return probs
 
 
-# ------------------------------------------------------------------------------------------------ faults of rules
-
-
 def accepts_always(rule: Rule) -> Rule:
     """Accepts the first drafted path whatever the target's distribution is; then a bonus token."""
 
@@ -309,9 +304,6 @@ def _drawn(p: Tensor, number: float) -> int:
     return int(L.draw(p, torch.tensor([number], dtype=torch.float64, device=p.device)))
 
 
-# ---------------------------------------------------------------------------------- faults of drafters and targets
-
-
 def next_id(vocab: int) -> Drafter:
     """Guesses the last token's id plus 1, which is almost always wrong: for targets that their drafts never miss."""
     return ScriptedDrafter(lambda tokens: [[(tokens[-1] + 1) % vocab]], depth=1, nodes=1)
@@ -365,9 +357,6 @@ def commits_wrongly(
         model.release_cache(cache)
 
     return altered(model, new_cache=new_cache, release_cache=release_cache)
-
-
-# ----------------------------------------------------------------------------------------------------- catalogue
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.engine import Answer, Engine, Piece, Request
 from truedraft.engine.policy import Controller, Decision, FixedBudget, RequestView
 
-_LEAST_TOGETHER = 3
-"""A request and two neighbours, even if the user's batch is smaller."""
+_LEAST_TOGETHER = 3  # a request and two neighbours, even if the user's batch is smaller
 _BUDGETS = "with other budgets"
 _DECISIONS = 64.0
-Way = Callable[[Sequence[int], SamplingParams, int], Answer]
-"""From a prompt, its options and its number to the answer."""
+Way = Callable[[Sequence[int], SamplingParams, int], Answer]  # from a prompt, its options and its number to the answer
 
 
 class Invariance(Check):

@@ -30,16 +30,13 @@ class ProcessReport:
     """Result of a certificate.
 
     Attributes:
-        steps: number of tested steps.
-        accepted: number of accepted drafts among them.
-        p_value: the smallest after Holm's correction, of "every step follows the target"; 1 if paths are compared.
         same_path: whether every path is that of the plain process; None if only distributions are equal.
     """
 
-    steps: int
-    accepted: int
+    steps: int  # number of tested steps
+    accepted: int  # number of accepted drafts among them
     tests: tuple[TestResult, ...]
-    p_value: float
+    p_value: float  # the smallest after Holm's correction, of "every step follows the target"; 1 if paths are compared
     same_path: bool | None = None
 
     @property
@@ -56,12 +53,8 @@ def certify_process(
 ) -> ProcessReport:
     """Run a process with drafts from initial `states` `[chains, ...]`, and test every step of it.
 
-    Args:
-        windows: drafted steps per round, one run for each, with its own seed from `seed` on.
-
-    Raises:
-        OptionError: no windows.
-        Exception: what ended a chain.
+    `windows` are drafted steps per round, one run for each, with its own seed from `seed` on. Raises OptionError for no
+    windows, and what ended a chain.
     """
     if not windows:
         raise OptionError("must name one window or more, got none", field="windows")
@@ -89,9 +82,6 @@ def certify_process(
     results = tuple(tests.results()) if tests is not None else ()
     p_value = min(holm([each.p_value for each in results])) if results else 1.0
     return ProcessReport(made, accepted, results, p_value, same)
-
-
-# ------------------------------------------------------------------------------------------ broken couplings
 
 
 class WrongAxis(GaussianSteps):

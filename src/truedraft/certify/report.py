@@ -31,18 +31,15 @@ class Report:
     """Findings on a stack, an engine or a sampler, with a verdict.
 
     Attributes:
-        options: what was certified, and with which options, in words.
-        notes: sentences on the scope of the result.
         facts: further facts for the record; plain values, lists and dictionaries.
-        lossy: whether the rule declares itself lossy; it is only measured, and no certificate can be issued.
     """
 
     title: str
     findings: Sequence[Finding]
-    options: str
-    notes: Sequence[str] = ()
+    options: str  # what was certified, and with which options, in words
+    notes: Sequence[str] = ()  # sentences on the scope of the result
     facts: Mapping[str, Any] = field(default_factory=dict)
-    lossy: bool = False
+    lossy: bool = False  # whether the rule declares itself lossy; it is only measured, and no certificate can be issued
     seconds: float = 0.0
 
     @property

@@ -31,13 +31,19 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import dtype_name
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache.family import PIECE
+from truedraft.options import record_of
 
 _LEEWAY = 2.0
 """A drafted row may be this many times as far from the nearest plain one as plain ones differ: both are maxima over
 roundings, with a unit that doubles at each power of two."""
-_MOST_NODES = 32
-"""More nodes of a tree change nothing about what its rows see, and cost memory."""
+_MOST_NODES = 32  # more nodes of a tree change nothing about what its rows see, and cost memory
 _LARGEST = {torch.float64: 2.0**-30, torch.float32: 2.0**-11, torch.float16: 2.0**-6, torch.bfloat16: 2.0**-3}
+
+
+_RECORDED = (
+    "bitwise", "is_rounding", "positions", "largest_logit", "plain_difference", "drafted_difference",
+    "from_nearest_plain", "mean_total_variation", "largest_total_variation", "shapes",
+)  # fmt: skip
 
 
 def relative_limit(dtype: torch.dtype) -> float:
@@ -47,39 +53,28 @@ def relative_limit(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Plain decoding of one request compared with one other shape."""
+    """Plain decoding of one request compared with one other shape; as in the record."""
 
-    name: str
+    shape: str
     positions: int  # compared rows of logits
-    different: int  # rows with any bit that differs
-    logits: float  # largest absolute difference of two logits
-    mean_tv: float  # of the distributions under the sampling options
-    largest_tv: float
-    off_plain: float = 0.0  # of a drafted shape: largest difference from the nearest row of any plain shape
+    different_rows: int  # rows with any bit that differs
+    largest_logit_difference: float
+    mean_total_variation: float  # of the distributions under the sampling options
+    largest_total_variation: float
+    from_nearest_plain: float = 0.0  # of a drafted shape: largest difference from the nearest row of any plain shape
 
     def __add__(self, other: Spread) -> Spread:
         positions = self.positions + other.positions
-        summed = self.mean_tv * self.positions + other.mean_tv * other.positions
+        summed = self.mean_total_variation * self.positions + other.mean_total_variation * other.positions
         return Spread(
-            self.name,
+            self.shape,
             positions,
-            self.different + other.different,
-            max(self.logits, other.logits),
+            self.different_rows + other.different_rows,
+            max(self.largest_logit_difference, other.largest_logit_difference),
             summed / max(positions, 1),
-            max(self.largest_tv, other.largest_tv),
-            max(self.off_plain, other.off_plain),
+            max(self.largest_total_variation, other.largest_total_variation),
+            max(self.from_nearest_plain, other.from_nearest_plain),
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "shape": self.name,
-            "positions": self.positions,
-            "different_rows": self.different,
-            "largest_logit_difference": self.logits,
-            "mean_total_variation": self.mean_tv,
-            "largest_total_variation": self.largest_tv,
-            "from_nearest_plain": self.off_plain,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +88,25 @@ class Rounding:
 
     @property
     def positions(self) -> int:
-        return max((spread.positions for spread in self._all), default=0)
+        return max((spread.positions for spread in self.shapes), default=0)
 
     @property
     def bitwise(self) -> bool:
         """Whether every row is the same in every measured shape (row invariance)."""
-        return not any(spread.different for spread in self._all)
+        return not any(spread.different_rows for spread in self.shapes)
 
     @property
     def plain_difference(self) -> float:
-        return max((spread.logits for spread in self.plain), default=0.0)
+        return max((spread.largest_logit_difference for spread in self.plain), default=0.0)
 
     @property
     def drafted_difference(self) -> float:
-        return max((spread.logits for spread in self.drafted), default=0.0)
+        return max((spread.largest_logit_difference for spread in self.drafted), default=0.0)
 
     @property
-    def off_plain(self) -> float:
+    def from_nearest_plain(self) -> float:
         """Largest distance of a drafted row from the nearest plain one."""
-        return max((spread.off_plain for spread in self.drafted), default=0.0)
+        return max((spread.from_nearest_plain for spread in self.drafted), default=0.0)
 
     @property
     def limit(self) -> float:
@@ -125,7 +120,7 @@ class Rounding:
         Plain shapes must not differ by more than `limit`. Drafted rows may be at most `_LEEWAY` times as far from plain
         ones as those are from each other, so if plain ones are bitwise equal, nothing is allowed.
         """
-        return self.plain_difference <= self.limit and self.off_plain <= _LEEWAY * self.plain_difference
+        return self.plain_difference <= self.limit and self.from_nearest_plain <= _LEEWAY * self.plain_difference
 
     @property
     def largest_difference(self) -> float:
@@ -137,21 +132,21 @@ class Rounding:
     @property
     def mean_total_variation(self) -> float:
         """Mean total variation in the shape where it is largest; shapes count as in `largest_difference`."""
-        return max((spread.mean_tv for spread in self._blamed), default=0.0)
+        return max((spread.mean_total_variation for spread in self._blamed), default=0.0)
 
     @property
     def largest_total_variation(self) -> float:
         """Largest total variation at one position; shapes count as in `largest_difference`."""
-        return max((spread.largest_tv for spread in self._blamed), default=0.0)
+        return max((spread.largest_total_variation for spread in self._blamed), default=0.0)
 
     @property
-    def _all(self) -> tuple[Spread, ...]:
+    def shapes(self) -> tuple[Spread, ...]:
         return (*self.plain, *self.drafted)
 
     @property
     def _blamed(self) -> tuple[Spread, ...]:
         if self.is_rounding:
-            return self._all
+            return self.shapes
         return self.plain if self.plain_difference <= self.limit else ()
 
     def __add__(self, other: Rounding) -> Rounding:
@@ -164,34 +159,22 @@ class Rounding:
 
     def describe(self) -> str:
         if self.bitwise:
-            return f"rows are bitwise equal in {len(self._all) + 1} shapes at {self.positions} places: rounding is 0"
-        if not any(spread.different for spread in self.plain):
+            return f"rows are bitwise equal in {len(self.shapes) + 1} shapes at {self.positions} places: rounding is 0"
+        if not any(spread.different_rows for spread in self.plain):
             return (
                 f"rows are bitwise equal in {len(self.plain) + 1} shapes of plain decoding at {self.positions} places, "
                 f"and drafted ones differ from them by up to {self.drafted_difference:.3g}: that is no rounding"
             )
         text = (
             f"logits differ by up to {self.plain_difference:.3g} between shapes of plain decoding and by up to "
-            f"{self.drafted_difference:.3g} in drafted ones, with rows up to {self.off_plain:.3g} from the "
+            f"{self.drafted_difference:.3g} in drafted ones, with rows up to {self.from_nearest_plain:.3g} from the "
             f"nearest plain one, distributions by a total variation of {self.mean_total_variation:.2g} on average and "
             f"{self.largest_total_variation:.2g} at most, over {self.positions} places"
         )
         return text if self.is_rounding else f"{text}; that is more than rounding in {dtype_name(self.dtype)} does"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "dtype": dtype_name(self.dtype),
-            "bitwise": self.bitwise,
-            "is_rounding": self.is_rounding,
-            "positions": self.positions,
-            "largest_logit": self.largest_logit,
-            "plain_difference": self.plain_difference,
-            "drafted_difference": self.drafted_difference,
-            "from_nearest_plain": self.off_plain,
-            "mean_total_variation": self.mean_total_variation,
-            "largest_total_variation": self.largest_total_variation,
-            "shapes": [spread.as_dict() for spread in self._all],
-        }
+        return {"dtype": dtype_name(self.dtype)} | record_of(self, *_RECORDED)
 
 
 def measure_rounding(
@@ -212,8 +195,7 @@ def measure_rounding(
         positions: maximum number of compared positions, at the end of each text.
         seconds: no further text is begun after this time; the first always is.
 
-    Raises:
-        ValueError: no text has 2 tokens.
+    Raises ValueError if no text has 2 tokens.
     """
     deadline = Deadline(seconds)
     total: Rounding | None = None
@@ -277,9 +259,6 @@ def _differences(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, 0.0, (a.double() - b.double()).abs().nan_to_num(nan=torch.inf))
 
 
-# ---------------------------------------------------------------------------------------- texts in several shapes
-
-
 @dataclass(frozen=True, slots=True)
 class Feeding:
     """The shape of a forward over a text and its neighbours."""
@@ -296,8 +275,7 @@ class Feeding:
         return 1 + self.depth * (1 + self.siblings) + self.rejected
 
 
-ALONE = Feeding("one token at a time")
-"""Plain decoding of one request: the reference for all other shapes."""
+ALONE = Feeding("one token at a time")  # plain decoding of one request: the reference for all other shapes
 
 
 def plain_feedings(limits: Budget, batch: int) -> list[Feeding]:

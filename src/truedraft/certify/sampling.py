@@ -23,14 +23,9 @@ from truedraft.testing import altered
 from truedraft.verification import Rule
 from truedraft.verification.rule import BatchVerdicts
 
-TOKENS = 64
-"""Default maximum length of an answer: many positions, with all prompts in rotation."""
-_CHUNK = 256
-"""Tokens of a text in one forward, as in the engine's prefill."""
-_ENTRIES = 1 << 25
-"""Maximum number of logits per forward."""
-
-# ---------------------------------------------------------------------------------------- recording of drafts
+TOKENS = 64  # default maximum length of an answer: many positions, with all prompts in rotation
+_CHUNK = 256  # tokens of a text in one forward, as in the engine's prefill
+_ENTRIES = 1 << 25  # maximum number of logits per forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +82,6 @@ def _decisions(outcome: StepOutcome, probs: Tensor | None) -> list[Decision]:
     return found
 
 
-# ---------------------------------------------------------------------------------------- answers
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Emitted tokens of one request, with the target's distributions at their own prefixes."""
@@ -121,8 +113,7 @@ def scored_answers(
         records_probs: whether to record `Decision.used`.
         length: tokens of an answer.
 
-    Raises:
-        TruedraftError: a request or its drafter failed.
+    Raises TruedraftError if a request or its drafter failed.
     """
     recorder = Recorder(stack.drafter, stack.rule if records_probs else None)
     engine = stack.but(drafter=recorder.drafter, rule=recorder.rule or stack.rule).engine(batch)
@@ -152,10 +143,7 @@ def beginnings(prompts: Sequence[Sequence[int]], length: int, whole: int) -> lis
     return [list(prompt) if i % whole == 0 else list(prompt)[:length] for i, prompt in enumerate(prompts)]
 
 
-# ---------------------------------------------------------------------------------------- the target's distributions
-
-Text = tuple[Sequence[int], Sequence[int]]
-"""A prompt, and the tokens after it."""
+Text = tuple[Sequence[int], Sequence[int]]  # a prompt, and the tokens after it
 
 
 @torch.inference_mode()

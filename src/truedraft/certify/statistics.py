@@ -39,12 +39,12 @@ from truedraft.core.theory import holm
 from truedraft.core.verdict import Divergence
 from truedraft.drafters.portfolio import with_members
 from truedraft.models.base import LanguageModel
+from truedraft.options import record_of
 from truedraft.testing import altered, reduced
 
 FALSE_ALARM = 1.0 / ALARM
 """Largest probability that the statistics of a correct stack keep a certificate from being issued."""
-_MARGIN = 0.5
-"""Margin on measured rounding, relative."""
+_MARGIN = 0.5  # margin on measured rounding, relative
 _ROUNDING = 0.045
 _ROUNDING_TEXTS = 4
 _JOINT = 0.25
@@ -146,10 +146,7 @@ class Statistics(Check):
             f"a total variation of {detectable:.3f} in any direction among them would have been found; "
             f"{joint.accepted:.2f} drafted tokens accepted per call"
         )
-        facts = {
-            "answers": joint.answers,
-            "cells": joint.cells,
-            "p_value": joint.p_value,
+        facts = record_of(joint, "answers", "cells", "p_value") | {
             "adjusted_p_value": adjusted,
             "smallest_detectable_tv": detectable,
             "accepted_per_call": joint.accepted,
@@ -180,19 +177,8 @@ def _allowance(context: Context) -> float:
 
 
 def _test_facts(test: TestResult, adjusted: float, level: float) -> dict[str, Any]:
-    return {
-        "test": test.name,
-        "tokens": test.tokens,
-        "expected": test.expected,
-        "observed": test.observed,
-        "excess": test.excess,
-        "p_value": test.p_value,
-        "adjusted_p_value": adjusted,
-        "smallest_detectable": test.smallest_detectable(level),
-    }
-
-
-# ---------------------------------------------------------------------------------------- joint distribution
+    facts = {"test": test.name} | record_of(test, "tokens", "expected", "observed", "excess", "p_value")
+    return facts | {"adjusted_p_value": adjusted, "smallest_detectable": test.smallest_detectable(level)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,7 @@ class Choice:
     rank: int = 0
 
 
-Plan = tuple[Choice, ...]
-"""The draws of one node, in order."""
+Plan = tuple[Choice, ...]  # the draws of one node, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +193,6 @@ def _case(world: World, probability: float, drafted: _Drafted) -> Case:
     proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(dists) if dists else None)
     proposal.check()
     return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
-
-
-# ---------------------------------------------------------------------------------------- worlds of a certificate
 
 
 def build(vocab: int, plans: Sequence[Plan], p: str, q: str, bare: int = -1, largest: int = 9) -> World:

@@ -130,7 +130,6 @@ def search_beams(options: GenerateOptions) -> int:
 
 
 def _check(options: GenerateOptions) -> None:
-    """Refuse options that conflict with beam search, or require it."""
     beams = options.beams
     if beams.num_beams == 1 and (given := changed_fields(beams)):
         raise OptionError("is of beam search; give --num-beams of 2 or more, too", field=given[0])
@@ -149,7 +148,6 @@ def _check(options: GenerateOptions) -> None:
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    """Refuse options of sampling, of logits and of stopping."""
     for name in changed_fields(params):
         if name != "max_tokens":
             raise OptionError(
@@ -234,7 +232,6 @@ def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, te
 
 
 def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
-    """The time and counters of the searches, in one line."""
     calls, steps, drafted = (
         sum(each.total(_SPECULATIVE, count) for each in found) for count in ("target_calls", "steps", "drafted")
     )
@@ -250,7 +247,6 @@ def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
 def _print_comparison(
     found: Sequence[_Found], search: BeamSearch, options: GenerateOptions, terminal: Terminal
 ) -> None:
-    """Print the table of --compare and its notes."""
     from truedraft.cli.report import name_and_note
     from truedraft.machine import dtype_name
 

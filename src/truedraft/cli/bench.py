@@ -33,15 +33,7 @@ from truedraft.files import user_path
 from truedraft.options import MachineOptions, ModelOptions, group, option
 
 if TYPE_CHECKING:
-    from truedraft.measure.bench import (
-        Circumstances,
-        Group,
-        MachineCosts,
-        OutputFolder,
-        Results,
-        Suite,
-        Summary,
-    )
+    from truedraft.measure.bench import Circumstances, Group, MachineCosts, OutputFolder, Results, Suite, Summary
 
 _SHOWN_DIFFERENCES = 5
 _DISTURBED = 0.1

@@ -207,23 +207,14 @@ def sampler(options: SamplerOptions) -> int:
         return writer.write(report, {"machine": machine_facts()})
 
 
-# ---------------------------------------------------------------------------------------- writing a report
-
-
 @dataclass(frozen=True)
 class ReportWriter:
-    """Writes a report to the terminal and to files, which are checked before the work, so that no result is lost.
+    """Writes a report to the terminal and to files, which are checked before the work, so that no result is lost."""
 
-    Attributes:
-        command: the part after `truedraft certify`.
-        folder: for the page and the record; None writes neither.
-        junit: for JUnit XML; None writes none.
-    """
-
-    command: str
+    command: str  # the part after `truedraft certify`
     json: bool
-    folder: Path | None
-    junit: Path | None
+    folder: Path | None  # for the page and the record; None writes neither
+    junit: Path | None  # for JUnit XML; None writes none
     terminal: Terminal
 
     @classmethod
@@ -231,9 +222,8 @@ class ReportWriter:
     def open(cls, command: str, options: CertifyReport, terminal: Terminal, advice: str = _AGAIN) -> Iterator[Self]:
         """Open a report; an error in the block gets advice on how to continue, and is also written as JUnit XML.
 
-        Raises:
-            DataError: a file cannot be written there.
-            UndecidedError, InterruptedCommandError: in place of all errors except those of unusable arguments.
+        Raises DataError for a file that cannot be written; UndecidedError or InterruptedCommandError in place of all
+        errors but those of unusable arguments.
         """
         folder = None if options.out is None else _folder(options.out)
         writer = cls(command, options.json, folder, check_output_file("junit", options.junit), terminal)
@@ -252,10 +242,7 @@ class ReportWriter:
     def write(self, report: Report, about: Mapping[str, Any]) -> int:
         """Print a report, write its files and, if requested, the record; returns the exit status.
 
-        Files that cannot be written are reported last, and replace only the status 0.
-
-        Args:
-            about: further circumstances, for page and record.
+        Files that cannot be written are reported last, and replace only the status 0. `about` is more for the record.
         """
         _show(report, self.terminal)
         record = {"command": f"certify {self.command}"} | report.as_dict() | dict(about)
@@ -285,11 +272,7 @@ class ReportWriter:
 
 
 def check_output_file(field: str, file: Path | None) -> Path | None:
-    """A path with ~ expanded, checked before the work.
-
-    Raises:
-        DataError: its folder does not exist, or it is a folder.
-    """
+    """A path with ~ expanded, checked before the work; DataError for a folder, or in none."""
     if file is None:
         return None
     whole = user_path(str(file))

@@ -114,11 +114,7 @@ class EngineOptions(EndpointOptions):
         heading="Model",
     )
     allowance: float | None = option(
-        None,
-        "How far its log-probabilities may lie from the model's.",
-        "X",
-        heading="Model",
-        shown_default="measured",
+        None, "How far its log-probabilities may lie from the model's.", "X", heading="Model", shown_default="measured"
     )
     no_float32: bool = flag("Leave out float32, for a model that is too large to load again.", heading="Model")
 
@@ -216,11 +212,7 @@ def _errors_undecided() -> Iterator[None]:
 
 
 class _Session:
-    """The engines under test, each with its transcript if one is kept.
-
-    Args:
-        opened: closes the engines and files.
-    """
+    """The engines under test, each with its transcript if one is kept; `opened` closes both."""
 
     def __init__(self, command: str, options: EndpointOptions, opened: contextlib.ExitStack) -> None:
         self._options, self._requests, self._opened = options, options.requests, opened
@@ -238,7 +230,6 @@ class _Session:
         self._peers: list[Peer] = []
 
     def add_function(self, name: str) -> None:
-        """Add a Python function."""
         from truedraft.measure.peers import ProcessPeer, load_function
 
         function = load_function("process", name)
@@ -300,7 +291,6 @@ class _Session:
         self._peers.append(peer)
 
     def report(self, run: Callable[..., Report], parts: Sequence[Part], judge: Sequence[LanguageModel] = ()) -> Report:
-        """Run a certificate."""
         ids = encode_prompts(self._prompts, next(iter(judge), self._reader))
         with self.terminal.progress("certify", len(parts) * STEPS) as show:
             bar = _EngineBar(parts, show)
@@ -316,7 +306,6 @@ class _Session:
             )
 
     def write(self, report: Report) -> int:
-        """Write the report; returns the exit status."""
         from truedraft.machine import machine_facts
 
         about = {"model": self._options.stack.model, "prompts": self._requests.prompts, "seed": self._params.seed}

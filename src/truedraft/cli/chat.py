@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from truedraft.cli.failures import DONE, FAILED
-from truedraft.cli.painting import writer
 from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_engine, with_model
-from truedraft.cli.terminal import Terminal, visible
+from truedraft.cli.terminal import Terminal, visible, writer
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of
@@ -51,33 +50,24 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class _Turn:
-    """One message and its answer.
-
-    Attributes:
-        tokens: of the answer; this and the fields below are None if unknown.
-        speedup: estimated over plain decoding.
-    """
+    """One message and its answer."""
 
     message: str
     text: str = ""
     seconds: float = 0.0
-    tokens: int | None = None
+    tokens: int | None = None  # of the answer; this and the fields below are None if unknown
     tokens_per_call: float | None = None
-    speedup: float | None = None
+    speedup: float | None = None  # estimated over plain decoding
     undrafted: str | None = None
 
 
 @dataclass
 class _Conversation:
-    """A conversation.
-
-    Attributes:
-        failed: whether a message got no answer.
-    """
+    """A conversation."""
 
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[_Turn] = field(default_factory=list)
-    failed: bool = False
+    failed: bool = False  # whether a message got no answer
 
     def reset(self) -> None:
         """Remove all messages except the system message."""
@@ -113,7 +103,6 @@ def chat(options: ChatOptions) -> int:
 
 
 def _interactive() -> bool:
-    """Whether standard input is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -256,9 +245,7 @@ class _Server:
         model: None is the server's first.
         notify: called with a sentence when the server delays the request.
 
-    Raises:
-        OptionError: the address or the key cannot be used, or the server does not have this model.
-        PeerError: no server with a model answers at the address.
+    Raises OptionError if the address, the key or the model cannot be used, PeerError if no server with a model answers.
     """
 
     def __init__(self, url: str, model: str | None, params: SamplingParams, notify: Callable[[str], None]) -> None:

@@ -62,11 +62,9 @@ class BothWays:
 
     @property
     def counters(self) -> Counters:
-        """Those of speculative decoding."""
         return self.speculative.counters or Counters()
 
     def of_each(self) -> dict[str, Any]:
-        """Medians of speeds and sums of counts, by way."""
         return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
 
 
@@ -78,16 +76,11 @@ def summaries(rows: Sequence[Row]) -> tuple[Summary, Summary]:
 
 @dataclass(frozen=True, slots=True)
 class Pair(BothWays):
-    """One prompt, decoded both ways.
-
-    Attributes:
-        first: the first row of plain and of speculative decoding.
-        difference: the first differing token, if the tokens must be identical and are not.
-    """
+    """One prompt, decoded both ways."""
 
     group: Group
-    first: tuple[Row, Row]
-    difference: Difference | None = None
+    first: tuple[Row, Row]  # the first row of plain and of speculative decoding
+    difference: Difference | None = None  # the first differing token, if the tokens must be identical and are not
 
     @property
     def name(self) -> str:
@@ -119,17 +112,11 @@ class Pair(BothWays):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(BothWays):
-    """All prompts of a comparison.
+    """All prompts of a comparison."""
 
-    Attributes:
-        pairs: at least one.
-        runs: per prompt, plain and speculative each.
-        must_agree: whether identical tokens are guaranteed (temperature 0 or a seed, and a lossless rule).
-    """
-
-    pairs: Sequence[Pair]
-    runs: int
-    must_agree: bool
+    pairs: Sequence[Pair]  # at least one
+    runs: int  # per prompt, plain and speculative each
+    must_agree: bool  # whether identical tokens are guaranteed (temperature 0 or a seed, and a lossless rule)
     lossless: bool = True
 
     @property
@@ -177,8 +164,7 @@ def compare(
 
     A single prompt is echoed first and its speculative answer streamed. One of several prompts that fails is skipped.
 
-    Raises:
-        TruedraftError: a single prompt cannot be answered.
+    Raises TruedraftError if a single prompt cannot be answered.
     """
     single = len(prompts) == 1
     with waiting(terminal.err, MEASURING):  # otherwise the comparison would include the measurement of costs

@@ -110,8 +110,8 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     """Compare the drafts of a running server with the drafter's card."""
-    from truedraft.measure.peers.acceptance import served_acceptance
     from truedraft.measure.peers.calling import Caller
+    from truedraft.measure.peers.endpoint import served_acceptance
 
     terminal = Terminal()
     promised = _least_promise(drafter)
@@ -150,8 +150,7 @@ def _least_promise(drafter: str | None) -> float | None:
 
     The fewest, because a server reports neither its temperature nor its draft sizes.
 
-    Raises:
-        OptionError: there is no folder, or no card in it.
+    Raises OptionError if there is no folder, or no card in it.
     """
     from truedraft.drafters.registry import TrainedDrafter
     from truedraft.measure.variants import place_of

@@ -74,11 +74,7 @@ def report(error: BaseException) -> int:
 
 
 def error_record(command: str | None, error: BaseException) -> dict[str, Any]:
-    """The JSON object of a command that ended with an error.
-
-    Args:
-        command: as "generate"; None if there is no such command.
-    """
+    """The JSON object of a command ("generate", or None for an unknown one) that ended with an error."""
     record = {"command": command, "error": describe(error), "status": exit_status(error)}
     return record | {"field": getattr(error, "field", None)}
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import warn
-from truedraft.cli.painting import legend, writer, written
 from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
 from truedraft.cli.session import (
     MEASURING,
@@ -24,7 +23,7 @@ from truedraft.cli.session import (
     waiting,
     with_model,
 )
-from truedraft.cli.terminal import Terminal, from_escapes, say, typed_text
+from truedraft.cli.terminal import Terminal, from_escapes, legend, say, typed_text, writer, written
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError
 from truedraft.options import MachineOptions, flag, group
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from truedraft.engine.policy.decisions import Decisions
     from truedraft.engine.prompts import Prompt
 
-BATCH = 8
-"""Prompts per batch."""
+BATCH = 8  # prompts per batch
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,7 @@ def write_answer(engine: Engine, request: PromptRequest, terminal: Terminal, sho
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
 
-    Raises:
-        TruedraftError: the prompt cannot be run, or the request failed.
+    Raises TruedraftError if the prompt cannot be run, or the request failed.
     """
     prompt, params = request
     try:

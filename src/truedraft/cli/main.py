@@ -64,8 +64,7 @@ def build_app() -> typer.Typer:
 
 
 def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> int:
     if version:
         sys.stdout.write(f"truedraft {__version__}\n")
@@ -76,14 +75,9 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by the arguments after the program's name (None is `sys.argv`); returns the exit status.
 
-    Args:
-        arguments: those after the program's name; None is `sys.argv`.
-
-    Returns:
-        The exit status: 0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130
-        interrupted.
+    0 done, 1 the check or run failed, 2 unusable arguments, 3 not enough evidence (certify), 130 interrupted.
     """
     prepare_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -120,7 +114,6 @@ def _print_import() -> None:
 
 
 def _failed(words: Sequence[str], error: BaseException) -> int:
-    """Report an error to people and, if requested, as JSON."""
     if not output_was_taken():
         return _unwritten_status(words, DONE)
     status = report(error)

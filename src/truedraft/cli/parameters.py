@@ -30,13 +30,11 @@ from truedraft.models.embedded import embedded_folder
 from truedraft.options import BITS, DTYPE_NAMES, KV_DTYPES, PADDED_NAMES, Group, Option, read_bytes
 from truedraft.verification.specs import rule_words
 
-Command = Callable[[Any], int]
-"""A command: from one dataclass of options to an exit status."""
+Command = Callable[[Any], int]  # a command: from one dataclass of options to an exit status
 Read = TypeVar("Read")
 _NOTHING = Group("")
 _ALL = "help_all"
-_FEW = 14
-"""A command with at most so many options shows all in its short help."""
+_FEW = 14  # a command with at most so many options shows all in its short help
 _FIRST = {
     "model", "drafter", "prompts", "prompt", "chat", "image", "system", "url", "max_tokens", "temperature", "top_p",
     "seed", "stop", "json", "compare", "show_drafts", "out", "data", "held_out", "minutes", "steps", "resume", "host",
@@ -47,22 +45,15 @@ _FIRST = {
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One option of a command.
-
-    Attributes:
-        default: in this command; `MISSING` if it is required.
-        heading: its section in the help.
-        bare: whether its value may also be a positional argument.
-        hidden: whether the short help omits it.
-    """
+    """One option of a command."""
 
     name: str
     option: Option
     type: Any
-    default: Any
-    heading: str
-    bare: bool = False
-    hidden: bool = False
+    default: Any  # in this command; `MISSING` if it is required
+    heading: str  # its section in the help
+    bare: bool = False  # whether its value may also be a positional argument
+    hidden: bool = False  # whether the short help omits it
 
     @property
     def typed_name(self) -> str:
@@ -101,13 +92,9 @@ class _Parameter:
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
     def value(self, typed: Any, with_files: bool) -> Any:
-        """The field's value, from typer's.
+        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist.
 
-        Args:
-            with_files: whether to check what is the same in all commands, such as that files exist.
-
-        Raises:
-            TruedraftError: it is invalid in any command, or required and missing.
+        Raises TruedraftError if it is invalid in any command, or required and missing.
         """
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
@@ -195,13 +182,8 @@ def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
     """A dataclass of options from values by name, parsed as on the command line.
 
-    Files are not checked, because the options may be used on another machine.
-
-    Args:
-        words: each value as on the command line, a list for repeated options, or a bool for flags.
-
-    Raises:
-        OptionError: an option is unknown, or its value invalid.
+    `words` are values as on the command line, lists for repeated options, or bools for flags. Files are not checked,
+    because the options may be used on another machine. Raises OptionError for an unknown option or an invalid value.
     """
     found: list[Read] = []
 
@@ -259,9 +241,6 @@ def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
 def _types(of: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(of)
     return {name: hint for name, hint in hints.items() if name != "return" and not isinstance(hint, types.NoneType)}
-
-
-# ---------------------------------------------------------------------------------------- checks of values
 
 
 def _one_of(what: str, *valid: str) -> Callable[[str], None]:

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from truedraft.models.base import LanguageModel
 
 _FILE, _WHAT_IF, _FORMULAS = "plan.json", "what_if", "formulas"
-_LEAST_PROMPTS = 4
-"""One prompt in so many is held out to check the plan."""
+_LEAST_PROMPTS = 4  # one prompt in so many is held out to check the plan
 _PARTS = 100
 _NO_INTERVAL = {"low": None, "high": None}  # for a single prompt
 _LONGEST = 12  # number of drafted tokens in the table of formulas
@@ -145,9 +144,6 @@ def _check_ways(options: PlanOptions) -> None:
     options.load.check(with_curves=closed.alpha is None)
 
 
-# ------------------------------------------------------------------------------- formulas
-
-
 def _closed(options: PlanOptions) -> int:
     from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 
@@ -210,9 +206,6 @@ def _numbers(values: Any) -> tuple[str, ...]:
     return (f"{first}", *(f"{value:.2f}" for value in others))
 
 
-# ------------------------------------------------------------------------------- what if
-
-
 def _simulate(options: PlanOptions, file: Path) -> int:
     from truedraft.measure import WhatIf, prediction_record, read_plan
 
@@ -259,9 +252,6 @@ def _simulate(options: PlanOptions, file: Path) -> int:
     if options.report.json:
         terminal.json(record)
     return DONE
-
-
-# ------------------------------------------------------------------------------- a plan
 
 
 def _plan(options: PlanOptions) -> int:
@@ -335,7 +325,8 @@ def _made(
     """The plan; cached costs are first checked against some steps."""
     from truedraft.engine import Engine
     from truedraft.engine.policy import StepCosts
-    from truedraft.measure import fitting_drafters, make_plan, outdated
+    from truedraft.engine.policy.sizes import outdated
+    from truedraft.measure import fitting_drafters, make_plan
 
     typed = [each for each in options.what.drafter if each != "none"] if options.what.drafter else ["auto"]
     fitting = fitting_drafters(target, warn) if "auto" in typed else {}
@@ -355,14 +346,7 @@ def _made(
             show(round(done * _PARTS), remark)
 
         made = make_plan(
-            target,
-            drafters,
-            prompts,
-            params,
-            batch=options.runs.batch,
-            made=fitting,
-            costs=costs,
-            progress=report,
+            target, drafters, prompts, params, batch=options.runs.batch, made=fitting, costs=costs, progress=report
         )
     for warning in costs.warnings:
         warn(warning)

@@ -27,9 +27,7 @@ class PlanOutput:
         out: None writes nothing.
         file: name of the record in a folder.
 
-    Raises:
-        DataError: it cannot be written.
-        MissingExtraError: it is a folder, and no plotting library is installed.
+    Raises DataError if it cannot be written, MissingExtraError for a folder without a plotting library.
     """
 
     def __init__(self, out: Path | None, file: str, terminal: Terminal) -> None:
@@ -47,11 +45,7 @@ class PlanOutput:
             self.record.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write the record; before the pictures, which may fail.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write the record; before the pictures, which may fail; DataError if it cannot be written."""
         if self.record is None:
             return
         with write_errors(self.record):
@@ -69,8 +63,7 @@ class PlanOutput:
             log: whether the x axis is logarithmic to base 2.
             even: whether to draw a line at 1, where nothing is gained.
 
-        Raises:
-            DataError: a file cannot be written.
+        Raises DataError if a file cannot be written.
         """
         if self.record is None or not can_draw() or not any(lines.values()):
             return
@@ -217,9 +210,6 @@ def draw_batches(
     output.draw(name, over, labels, log=True, even=True)
 
 
-# ------------------------------------------------------------------------------- load
-
-
 @dataclass(frozen=True)
 class LoadOptions:
     """The load."""
@@ -239,8 +229,7 @@ class LoadOptions:
     def check(self, with_curves: bool) -> None:
         """Refuse options without effect, and a load without curves, before anything is planned.
 
-        Raises:
-            OptionError: names the option.
+        OptionError names the option.
         """
         if self.load is not None and not with_curves:
             raise OptionError(
@@ -257,8 +246,7 @@ def report_load(
 ) -> dict[str, Any]:
     """Print and draw the results for a load; returns them for the record, empty if no load was given.
 
-    Raises:
-        OptionError: a number is out of range.
+    Raises OptionError for a number out of range.
     """
     from truedraft.measure import Traffic, levels, load_record
 

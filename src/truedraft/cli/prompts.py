@@ -42,18 +42,16 @@ class NamedPrompt:
     """A prompt and its name in reports.
 
     Attributes:
-        name: the object's id in a file, else its number from 1.
         options: sampling options of its line, which override those of the command.
         processed: the output of the model's processor for text and pictures; None without pictures.
-        message: the user's own, if the prompt is a chat.
     """
 
-    name: str
+    name: str  # the object's id in a file, else its number from 1
     prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[str, ...] = ()
     processed: MultimodalPrompt | None = None
-    message: str | None = None
+    message: str | None = None  # the user's own, if the prompt is a chat
 
     @property
     def whole(self) -> str | list[int] | MultimodalPrompt:
@@ -76,8 +74,7 @@ class PromptOptions:
     trust_control_tokens: bool = flag("With --chat, read control tokens that it spells, as <|im_end|>, as the tokens.")
 
 
-PromptRequest: TypeAlias = tuple[NamedPrompt, SamplingParams]
-"""A prompt and its sampling options."""
+PromptRequest: TypeAlias = tuple[NamedPrompt, SamplingParams]  # a prompt and its sampling options
 
 
 def read_prompts(

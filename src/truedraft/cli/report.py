@@ -32,40 +32,29 @@ _WIDEST = 100
 
 @dataclass(slots=True)
 class Answered:
-    """The answers of a command.
+    """The answers of a command."""
 
-    Attributes:
-        names: of the prompts that were answered or failed.
-        answers: one per name.
-        params: one per name.
-        elapsed_s: from the first submission to the last answer.
-    """
-
-    names: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    params: list[SamplingParams] = field(default_factory=list)
-    elapsed_s: float = 0.0
+    names: list[str] = field(default_factory=list)  # of the prompts that were answered or failed
+    answers: list[Answer] = field(default_factory=list)  # one per name
+    params: list[SamplingParams] = field(default_factory=list)  # one per name
+    elapsed_s: float = 0.0  # from the first submission to the last answer
     interrupted: bool = False
 
     @property
     def status(self) -> int:
-        """The exit status."""
         if self.interrupted:
             return INTERRUPTED
         return FAILED if any(answer.finish_reason == "error" for answer in self.answers) else DONE
 
     @property
     def counters(self) -> Counters:
-        """Their sum over the answers."""
         return sum((answer.stats for answer in self.answers), Counters())
 
     @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second."""
         return sum(map(emitted, self.answers)) / self.elapsed_s if self.elapsed_s else 0.0
 
     def line(self) -> str:
-        """Summary of a finished command, in one line."""
         stats, seeds = self.counters, {params.seed for params in self.params if params.seeded}
         tokens = sum(map(emitted, self.answers))
         parts = [f"{tokens} tokens in {self.elapsed_s:.2f} s", f"{self.tokens_per_s:.1f} tokens per second"]
@@ -186,11 +175,7 @@ def divergence_words(stats: Counters) -> str:
 
 
 def explain(decisions: Decisions, has_drafter: bool, console: Console) -> None:
-    """Print the decision of each step, its reason and its gain, as a table and a timeline of the answer.
-
-    Args:
-        has_drafter: whether any drafter could draft.
-    """
+    """Print the decision of each step, its reason and its gain, as a table and a timeline of the answer."""
     from truedraft.measure.bench import decisions_table
 
     if not has_drafter:
@@ -219,8 +204,7 @@ def verdict(decisions: Decisions) -> str:
 def timeline(decisions: Decisions, width: int) -> list[str]:
     """The steps from left to right: drafter, drafted and accepted tokens; then a legend.
 
-    Args:
-        decisions: at least one step.
+    There is at least one step.
     """
     marks = marks_of(list(decisions.ordered))
     room = max(width - max(map(len, _LABELS)) - 1, 1)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from truedraft.server.service import Service
     from truedraft.training.online import Learner
 
-_CACHE_SHARE = 0.75
-"""Share of the free memory after loading for the KV cache, without --max-cache-bytes."""
+_CACHE_SHARE = 0.75  # share of the free memory after loading for the KV cache, without --max-cache-bytes
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def replicas(options: ServeOptions) -> Application:
-    """Replicas as an application for Ray Serve, whatever `ray` says.
-
-    Raises:
-        OptionError: the number of replicas is invalid.
-    """
+    """Replicas as an application for Ray Serve, whatever `ray` says; OptionError if their number is invalid."""
     from truedraft.server.cluster.replicas import application
 
     return application(partial(loaded, options), options.server, _size(options))
@@ -115,13 +110,9 @@ def _size(options: ServeOptions) -> Size:
 
 
 def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:
-    """Load the engine in this process, and make its application.
+    """Load the engine in this process, of replica `number` if there are several, and make its application.
 
-    Args:
-        number: of this replica; None if there is one server.
-
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     from truedraft.server import application
 
@@ -163,7 +154,6 @@ def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engi
 
 
 def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:
-    """The online learner, if one is requested."""
     if not learning.learn:
         if given := changed_fields(learning):
             raise OptionError("has no effect without --learn; give that, too", field=given[0])

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from truedraft.engine import Engine
-    from truedraft.measure import NodeBudget, Plan
+    from truedraft.engine.policy.sizes import NodeBudget
+    from truedraft.measure import Plan
     from truedraft.measure.bench import Failure, Group
     from truedraft.models.base import LanguageModel
 
@@ -78,9 +79,7 @@ class StackOptions(ModelOptions):
         shown_default="no limit; serve: 3/4 of what is free",
     )
     gpu_memory_utilization: float = option(
-        0.9,
-        "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.",
-        "SHARE",
+        0.9, "On a GPU, without --max-cache-bytes: share of its memory that may be in use, weights included.", "SHARE"
     )
 
 
@@ -133,13 +132,9 @@ def derived_seed(base: int, number: int) -> int:
 
 
 def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
-    """Refuse guarantees that the rule cannot keep, before anything is loaded.
+    """Refuse guarantees that the rule cannot keep, before anything is loaded; `field` is the option with the seed.
 
-    Args:
-        field: the option with the seed.
-
-    Raises:
-        OptionError: there is no such rule, or a seed is given with a lossy one.
+    Raises OptionError if there is no such rule, or a seed is given with a lossy one.
     """
     from truedraft.verification.specs import rule_from_spec
 
@@ -151,9 +146,7 @@ def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
 def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams) -> str:
     """The specification of a plan's recommended drafter; warns if the sampling options differ from the plan's.
 
-    Raises:
-        OptionError: a drafter was named as well.
-        DataError: the file is not a plan.
+    Raises OptionError if a drafter was named as well, DataError if the file is not a plan.
     """
     if list(drafters) != ["auto"]:
         raise OptionError(
@@ -176,8 +169,7 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
     """The plan in a file; None without a file.
 
-    Raises:
-        CompositionError: it was made for another model, machine or version; says which.
+    CompositionError says for which other model, machine or version it is.
     """
     if file is None:
         return None
@@ -211,8 +203,7 @@ def load_engine(
         cache_share: on a CPU, the share of free memory for the KV cache if no bytes were given; None is no limit.
         more: further arguments of `Engine`.
 
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     from truedraft.verification.specs import rule_from_spec
 
@@ -222,7 +213,7 @@ def load_engine(
         from truedraft.drafters.prediction import with_own_drafts
         from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
-        from truedraft.measure import sized
+        from truedraft.engine.policy.sizes import sized
 
         with quiet_hub(), errors_about("model"):
             target = load_target(stack, machine)
@@ -249,8 +240,7 @@ def load_engine(
 def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
     """The target only, on the requested number of threads.
 
-    Raises:
-        TruedraftError: it does not exist, cannot be loaded, or an option of it is unusable.
+    Raises TruedraftError if it does not exist, cannot be loaded, or an option of it is unusable.
     """
     adapters = _named_folders(stack.adapters)
     set_threads(machine.threads)
@@ -267,11 +257,7 @@ def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
 
 
 def load_alone(model: ModelOptions, machine: MachineOptions, console: Console) -> LanguageModel:
-    """The target of a command that has neither adapters nor parallel processes.
-
-    Raises:
-        TruedraftError: as of `load_target`.
-    """
+    """The target of a command that has neither adapters nor parallel processes; TruedraftError as of `load_target`."""
     set_threads(machine.threads)
     with loading(console, model.model):
         from truedraft.models.loading import load_model
@@ -280,7 +266,6 @@ def load_alone(model: ModelOptions, machine: MachineOptions, console: Console) -
 
 
 def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
-    """Adapters by name."""
     found: dict[str, Path] = {}
     for each in typed:
         name, folder = named_adapter(each)
@@ -309,8 +294,7 @@ def _print_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Con
 def set_threads(threads: int | None) -> None:
     """Set the number of torch's CPU threads; None keeps its choice.
 
-    Raises:
-        OptionError: the system could not start so many.
+    Raises OptionError if the system could not start so many.
     """
     if threads is None:
         return

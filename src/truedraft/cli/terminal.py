@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -24,11 +25,16 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.table import Table
 
+from truedraft.core.verdict import Origin
 from truedraft.errors import OptionError
 from truedraft.progress import Progress
+from truedraft.text.detokenizer import StreamDetokenizer
 
 if TYPE_CHECKING:
     from truedraft.core.intervals import Interval
+    from truedraft.engine import Answer, Piece
+    from truedraft.text.tokenizer import Tokenizer
+
 
 _BREAKS = "\t\n"
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0)]  # C0, delete and C1
@@ -93,8 +99,7 @@ class Terminal:
     def progress(self, what: str, total: int, during_output: bool = False) -> Iterator[Progress]:
         """A bar on standard error, if that is a terminal and the work takes over `patience_s`.
 
-        Args:
-            during_output: whether answers are written at the same time; then there is no bar if they go to a terminal.
+        With `during_output` answers are written at the same time; then there is no bar if they go to a terminal.
         """
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -130,7 +135,6 @@ class Terminal:
         self.out.print(visible(text), style=style, soft_wrap=True)
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table on standard output."""
         print_table(headings, rows, self.out)
 
 
@@ -170,11 +174,9 @@ def from_escapes(typed: str, option: str) -> str:
     >>> from_escapes(r"\n\u20ac\\", "--stop")
     '\n€\\'
 
-    Args:
-        typed: may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
+    It may hold \n, \r, \t, \\ and \uXXXX, where two of these may make one character.
 
-    Raises:
-        OptionError: another escape, or a lone surrogate.
+    Raises OptionError for another escape, or a lone surrogate.
     """
 
     def meant(found: re.Match[str]) -> str:
@@ -254,3 +256,95 @@ def output_was_taken() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return False
     return True
+
+
+_COLOURS = {
+    Origin.ACCEPTED: Style(color="green"),
+    Origin.RECOVERED: Style(color="red", bold=True),
+    Origin.BONUS: Style(color="blue", bold=True),
+}
+_BRACKETS = {Origin.ACCEPTED: ("", ""), Origin.RECOVERED: ("⟦", "⟧"), Origin.BONUS: ("⟨", "⟩")}
+_MEANINGS = {
+    Origin.ACCEPTED: "drafted and accepted",
+    Origin.RECOVERED: "recovered (drawn after a rejection)",
+    Origin.BONUS: "bonus (nothing was rejected)",
+}
+
+
+class TokenPainter:
+    """Converts the pieces of one answer to marked text, or to ids without a tokenizer.
+
+    A character of several tokens gets the mark of the token that completes it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, colour: bool) -> None:
+        self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
+        self._colour = colour
+        self._parts: deque[tuple[str, Origin]] = deque()  # tokens with text that no piece has so far
+        self._text = ""  # of pieces, without its tokens so far
+        self._last = Origin.BONUS
+
+    def paint(self, piece: Piece) -> str:
+        if self._detokenizer is None:
+            return "".join(
+                _marked(str(token), origin, self._colour) + " "
+                for token, origin in zip(piece.token_ids, piece.origins, strict=True)
+            )
+        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            self._parts.append((self._detokenizer.push([token]), origin))
+            self._last = origin
+        if piece.answer is not None:
+            self._parts.append((self._detokenizer.finish(), self._last))
+        self._text += piece.text
+        rest = self._take()
+        if piece.answer is not None:
+            rest, self._text = rest + visible(self._text), ""
+        return rest
+
+    def paint_answer(self, answer: Answer) -> str:
+        from truedraft.engine import Piece
+
+        return self.paint(Piece(answer.text or "", answer.token_ids, answer.origins, answer))
+
+    def _take(self) -> str:
+        """Mark text with known tokens; around a possible stop text, tokens and text arrive at different times."""
+        marked: list[str] = []
+        while self._text and self._parts:
+            part, origin = self._parts.popleft()
+            taken = part[: len(self._text)]
+            if len(part) > len(taken):
+                self._parts.appendleft((part[len(taken) :], origin))
+            if taken:
+                marked.append(_marked(taken, origin, self._colour))
+            self._text = self._text[len(taken) :]
+        return "".join(marked)
+
+
+def _marked(text: str, origin: Origin, colour: bool) -> str:
+    text = visible(text)
+    if colour:
+        return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
+    opening, closing = _BRACKETS[origin]
+    return f"{opening}{text}{closing}"
+
+
+def legend(colour: bool) -> str:
+    """The meaning of the marks in one line, itself marked."""
+    return " · ".join(_marked(text, origin, colour) for origin, text in _MEANINGS.items())
+
+
+def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> Callable[[Piece], None]:
+    """A function that writes the pieces of one answer to standard output; without a tokenizer it writes ids."""
+    if show_drafts:
+        painter = TokenPainter(tokenizer, terminal.colour)
+        return lambda piece: terminal.write(painter.paint(piece))
+    if tokenizer is None:
+        return lambda piece: terminal.write("".join(f"{token} " for token in piece.token_ids))
+    return lambda piece: terminal.write(visible(piece.text))
+
+
+def written(answer: Answer, tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> str:
+    """A whole answer as `writer` would have written it."""
+    if show_drafts:
+        return TokenPainter(tokenizer, terminal.colour).paint_answer(answer)
+    return " ".join(map(str, answer.token_ids)) if answer.text is None else visible(answer.text)

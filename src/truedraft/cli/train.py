@@ -103,8 +103,7 @@ def draft(options: DraftOptions) -> int:
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
     """Tokens per sequence, before and in the decay; by default the longest lengths that divide the tokens of a step.
 
-    Raises:
-        OptionError: a length does not divide the tokens of a step.
+    Raises OptionError if one does not divide them.
     """
     step, found = run.tokens_per_step, []
     for option_, given, usual in (
@@ -131,11 +130,7 @@ def heads(word: str) -> Callable[[Any], int]:
 
 
 def _train_heads(kind: str, options: HeadOptions) -> int:
-    """Train heads of a kind.
-
-    Raises:
-        TruedraftError: they cannot be trained.
-    """
+    """Train heads of a kind; TruedraftError if they cannot be trained."""
     job = options.job
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
@@ -186,8 +181,7 @@ def ngram(options: NgramOptions) -> int:
 def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -> Elsewhere | None:
     """The cluster that generates the target's text; None is this process.
 
-    Raises:
-        MissingExtraError: Ray is requested and not installed.
+    Raises MissingExtraError without Ray, if asked for.
     """
     if not options.job.ray:
         return None
@@ -220,11 +214,10 @@ def _run(
         train: is called with the target, the callbacks, the time limit and the device.
         check: refuses unusable options of this kind.
 
-    Raises:
-        TruedraftError: it cannot be trained.
+    Raises TruedraftError if it cannot be trained.
     """
     job, model = options.job, _checked_model(kind, options.job, check)  # before imports that take seconds
-    from truedraft.training.workspace import WORK, TimeBudget
+    from truedraft.training.workspace import WORK, TimeBudget, finish_work
 
     budget = TimeBudget(options.run.minutes)
     from truedraft.cli import train_report
@@ -258,7 +251,10 @@ def _run(
         return INTERRUPTED
     if not main:
         return DONE
-    _finish(job, tracker, result)
+    if tracker is not None:
+        tracker.finish(result.evaluations)
+    if not job.keep_work:
+        finish_work(job.out)
     train_report.show(terminal, kind, model, result)
     registered = _register(terminal, result.folder)
     status = train_report.kept_promise(terminal, kind, model, result)
@@ -267,21 +263,23 @@ def _run(
     return status
 
 
-def _finish(job: JobOptions, tracker: Tracker | None, result: Any) -> None:
-    """Report the result to the tracker, and remove files of no further use."""
-    from truedraft.training.workspace import finish_work
-
-    if tracker is not None:
-        tracker.finish(result.evaluations)
-    if not job.keep_work:
-        finish_work(job.out)
-
-
 def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:
+    """Notes above the bar, if there is one; a line for each checkpoint without a terminal."""
     from truedraft.training.loop import Callbacks
+    from truedraft.training.workspace import duration
 
-    note = _notes(terminal)
-    callbacks = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=_checkpoint_lines(terminal))
+    def note(sentence: str) -> None:
+        terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
+
+    def checkpoint(saved: Saved) -> None:
+        if not terminal.err.is_terminal:
+            left = f", about {duration(saved.left_s)} left" if saved.step < saved.total_steps else ""
+            say(
+                f"step {saved.step:,} of {saved.total_steps:,}, loss {saved.loss:.3f}, {saved.tokens:,} tokens{left}; "
+                f"saved in {saved.path}"
+            )
+
+    callbacks = Callbacks(bars.show, on_note=note, on_plan=note, on_checkpoint=checkpoint)
     return callbacks if tracker is None else dataclasses.replace(callbacks, on_step=tracker.step)
 
 
@@ -311,8 +309,7 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 def _check_folder(kind: str, job: JobOptions) -> None:
     """Refuse a folder that holds other files than the training to be resumed.
 
-    Raises:
-        OptionError: says what is there, such as another process that is training.
+    OptionError says what is there, such as another process that is training.
     """
     from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import WORK, refuse_busy
@@ -354,8 +351,7 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 def _clean(job: JobOptions, report: ReportOptions) -> int:
     """Remove working files, print the freed bytes, and return the exit status.
 
-    Raises:
-        OptionError: there are none, or a process is training there.
+    Raises OptionError if there are none, or a process is training there.
     """
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import in_bytes
@@ -368,32 +364,8 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
     return DONE
 
 
-def _notes(terminal: Terminal) -> Callable[[str], None]:
-    """A function that prints notes of a training on standard error, above the bar if there is one."""
-    return lambda sentence: terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
-
-
-def _checkpoint_lines(terminal: Terminal) -> Callable[[Saved], None]:
-    """A function that prints a line for each checkpoint, unless standard error is a terminal with a bar."""
-    from truedraft.training.workspace import duration
-
-    def line(saved: Saved) -> None:
-        if not terminal.err.is_terminal:
-            left = f", about {duration(saved.left_s)} left" if saved.step < saved.total_steps else ""
-            say(
-                f"step {saved.step:,} of {saved.total_steps:,}, loss {saved.loss:.3f}, {saved.tokens:,} tokens{left}; "
-                f"saved in {saved.path}"
-            )
-
-    return line
-
-
 def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
-    """What is kept of an interrupted training, and how to use it.
-
-    Args:
-        keeps_answers: whether the target's answers are kept even before the first checkpoint.
-    """
+    """How to use what is kept of an interrupted training: also before the first checkpoint, if it `keeps_answers`."""
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
     from truedraft.training.workspace import PLACES, WORK
 

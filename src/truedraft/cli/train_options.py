@@ -132,8 +132,7 @@ class HeadOptions:
     learning: Any = group(_RUN)
     machine: MachineOptions = group("Machine", without=("dtype", "kv_dtype", "no_fast_paths"))
     report: ReportOptions = group("Report")
-    more: ClassVar[Any] = None
-    """Options of only one kind."""
+    more: ClassVar[Any] = None  # options of only one kind
 
 
 def options_of(word: str, trains: Trains) -> type[HeadOptions]:

@@ -1,4 +1,4 @@
-"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text, and how many nodes pay."""
+"""Acceptance and gain of drafting: traces and their replay, plans, trees fitted to text."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ from typing import TYPE_CHECKING
 from truedraft.lazy import loads
 
 if TYPE_CHECKING:
-    from truedraft.engine.policy.sizes import NodeBudget as NodeBudget
-    from truedraft.engine.policy.sizes import node_options as node_options
-    from truedraft.engine.policy.sizes import nodes_for as nodes_for
-    from truedraft.engine.policy.sizes import outdated as outdated
-    from truedraft.engine.policy.sizes import sized as sized
-    from truedraft.measure.candidates import candidates_of as candidates_of
-    from truedraft.measure.candidates import fitting_drafters as fitting_drafters
-    from truedraft.measure.load import Level as Level
-    from truedraft.measure.load import Traffic as Traffic
-    from truedraft.measure.load import levels as levels
-    from truedraft.measure.load import load_record as load_record
-    from truedraft.measure.plan import NONE as NONE
     from truedraft.measure.plan import Plan as Plan
+    from truedraft.measure.plan import candidates_of as candidates_of
+    from truedraft.measure.plan import fitting_drafters as fitting_drafters
     from truedraft.measure.plan import footprint_of as footprint_of
     from truedraft.measure.plan import make_plan as make_plan
     from truedraft.measure.plan import read_plan as read_plan
     from truedraft.measure.predictions import BATCHES as BATCHES
+    from truedraft.measure.predictions import NONE as NONE
     from truedraft.measure.predictions import Footprint as Footprint
+    from truedraft.measure.predictions import Level as Level
     from truedraft.measure.predictions import Prediction as Prediction
+    from truedraft.measure.predictions import Traffic as Traffic
     from truedraft.measure.predictions import WhatIf as WhatIf
+    from truedraft.measure.predictions import levels as levels
+    from truedraft.measure.predictions import load_record as load_record
     from truedraft.measure.predictions import prediction_record as prediction_record
     from truedraft.measure.replay import BUDGETS as BUDGETS
     from truedraft.measure.replay import TREE_TEMPERATURES as TREE_TEMPERATURES
@@ -37,11 +32,10 @@ if TYPE_CHECKING:
     from truedraft.measure.walks import walk_along as walk_along
 
 _MODULES = {
-    "engine.policy.sizes": "NodeBudget node_options nodes_for outdated sized",
-    "measure.candidates": "candidates_of fitting_drafters",
-    "measure.load": "Level Traffic levels load_record",
-    "measure.plan": "NONE Plan footprint_of make_plan read_plan",
-    "measure.predictions": "BATCHES Footprint Prediction WhatIf prediction_record",
+    "measure.plan": "Plan candidates_of fitting_drafters footprint_of make_plan read_plan",
+    "measure.predictions": (
+        "BATCHES NONE Footprint Level Prediction Traffic WhatIf levels load_record prediction_record"
+    ),
     "measure.replay": "BUDGETS TREE_TEMPERATURES Trace",
     "measure.traces": "StepWatcher outputs_along traces_of_answers",
     "measure.walks": "walk_along",

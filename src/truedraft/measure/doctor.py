@@ -27,10 +27,8 @@ from truedraft.measure.variants import Case, Examined, Variant, after_prompt
 from truedraft.measure.walks import walk_along
 from truedraft.options import record_of
 
-TOKENS = 64
-"""Tokens of an answer."""
-LEAST_PROMPTS = 12
-"""With fewer no variant of several can be called better."""
+TOKENS = 64  # tokens of an answer
+LEAST_PROMPTS = 12  # with fewer no variant of several can be called better
 _FALSE_ALARM = 0.01
 _LEAST_SHARE, _LEAST_TOKENS = 0.05, 0.02  # smallest relevant gain: share of accepted tokens, accepted tokens per place
 _MOST_FAULTS = 3
@@ -48,15 +46,13 @@ class Replayed:
     """Result of decoding answers with a drafter's chains.
 
     Attributes:
-        accepted: `[prompts]`, summed over the positions of an answer.
         calls, places: `[prompts]`: target calls after the prompt's, and tokens that they emit.
-        survival: share of positions at which the first 1, 2, ... drafted tokens are accepted.
     """
 
-    accepted: Numbers
+    accepted: Numbers  # `[prompts]`, summed over the positions of an answer
     places: Numbers
     calls: Numbers
-    survival: tuple[float, ...]
+    survival: tuple[float, ...]  # share of positions at which the first 1, 2, ... drafted tokens are accepted
 
     @property
     def tokens_per_call(self) -> Interval:
@@ -92,19 +88,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor found.
-
-    Attributes:
-        faults: the worst first.
-        trials: variants of the given drafter, the best first; those that could not be tried last.
-        best: the replay with all faults fixed, by temperature.
-    """
+    """What the doctor found."""
 
     noun: str
-    faults: tuple[Fault, ...]
-    trials: tuple[Trial, ...]
+    faults: tuple[Fault, ...]  # the worst first
+    trials: tuple[Trial, ...]  # variants of the given drafter, the best first; those that could not be tried last
     given: Mapping[float, Replayed]
-    best: Mapping[float, Replayed]
+    best: Mapping[float, Replayed]  # the replay with all faults fixed, by temperature
     promised: Mapping[float, float]
     prompts: int
     part: Any = field(repr=False)
@@ -171,12 +161,8 @@ def examine(
 ) -> Diagnosis:
     """Say whether a drafter is read as it was trained, and how much it gains.
 
-    Args:
-        promised: tokens per call on the drafter's card, by temperature.
-
-    Raises:
-        DataError: there are too few prompts.
-        CompositionError: the drafter does not fit the target.
+    `promised` are tokens per call on its card, by temperature. Raises DataError for too few prompts, CompositionError
+    if the drafter does not fit the target.
     """
     fits = [each for each in prompts if len(each.ids) + tokens < case.target.context_length]
     if len(fits) < LEAST_PROMPTS:
@@ -219,8 +205,7 @@ class _Bar:
         self.done += 1
 
 
-Cases = Mapping[float, Case]
-"""A case for each temperature of its answers."""
+Cases = Mapping[float, Case]  # a case for each temperature of its answers
 
 
 def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[list[Trial], list[Fault], Cases]:
@@ -270,8 +255,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
 def replay(case: Case) -> Replayed:
     """Decode a case's answers with its drafter's chains.
 
-    Raises:
-        TruedraftError: the drafter does not fit the target, or failed.
+    Raises TruedraftError if the drafter does not fit the target, or failed.
     """
     drafter = case.chain(case.part)
     drafter.check(case.read_target)

@@ -1,4 +1,4 @@
-"""Predicted gains of a plan's options: replayed tokens per call against measured costs.
+"""Predicted gains of a plan's options, alone and as load grows: replayed tokens per call against measured costs.
 
     speed-up = tau V(1) / (V(nodes + 1) + draft cost)
 
@@ -9,14 +9,22 @@ drafter that finds nothing to propose costs no rows. Further assumptions:
 - Drafting for n requests costs as n rows do: by the draft model's own V(n) / V(1); for heads by the target's; for a
   drafter that runs no model n times as much.
 - The interval is that of tokens per call, by resampling prompts. Host work and verdicts are not included.
+
+A replica that always has n requests open answers, by Little's law, n / W(n) of them per second:
+
+    W(n) = n P + (A - 1) S(n) / tau(n)
+
+P is V(prompt), the seconds of reading a prompt while the others wait; A the tokens of an answer, where the first one
+comes with its prompt; S(n) / tau(n) the seconds of a step over its emitted tokens per request, for the best size of the
+best drafter at n, or for plain decoding. Nothing is simulated: neither arrivals nor queues are modelled.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,10 +32,13 @@ from truedraft.core.intervals import Interval, ratio_over_prompts
 from truedraft.core.theory import CostCurve, CostSurface, DraftCost, DraftPoint, TargetCost, predicted_speedup
 from truedraft.errors import DataError
 from truedraft.measure.walks import Walk
-from truedraft.options import check_positive, record_of
+from truedraft.options import check_positive, check_whole, record_of
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Batch sizes for which a plan has curves."""
+if TYPE_CHECKING:
+    from truedraft.measure.plan import Plan
+
+NONE = "none"
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # batch sizes for which a plan has curves
 _LEAST_SHARE = 1e-4
 
 
@@ -59,16 +70,14 @@ class Drafting:
 
     Attributes:
         survival: for the largest size, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
-        cost: seconds of a proposal for one request, by its depth.
-        growth: cost of a proposal for 1, 2, ... requests relative to one.
     """
 
     drafter: str
     name: str
     options: tuple[PlanOption, ...]
     survival: tuple[float, ...]
-    cost: DraftCost
-    growth: CostCurve
+    cost: DraftCost  # seconds of a proposal for one request, by its depth
+    growth: CostCurve  # cost of a proposal for 1, 2, ... requests relative to one
     memory: Footprint
 
     def seconds(self, depth: int, requests: int) -> float:
@@ -132,8 +141,7 @@ class WhatIf:
             extra time of longer contexts; the extra time of further rows is computing and does not change. For
             drafting, the time of reading its weights at the target's rate changes.
 
-    Raises:
-        OptionError: a factor that is not above 0.
+    Raises OptionError for a factor that is not above 0.
     """
 
     bandwidth: float = 1.0
@@ -159,14 +167,13 @@ class WhatIf:
             return (point.seconds - read_s * (1.0 - 1.0 / self.bandwidth)) * self.draft_cost
 
         points = tuple(DraftPoint(each.depth, each.nodes, seconds(each)) for each in drafting.cost.points)
-        return dataclasses.replace(drafting, cost=DraftCost(points))
+        return replace(drafting, cost=DraftCost(points))
 
 
 def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[PlanOption], tuple[float, ...]]:
     """Tokens per call of a candidate's sizes, and the largest one's survival by depth.
 
-    Raises:
-        DataError: no trace has a second token.
+    Raises DataError if no trace has a second token.
     """
     walks = [walk for walk in walks if walk.tokens]
     if not walks:
@@ -195,3 +202,117 @@ def prediction_record(found: Prediction) -> dict[str, Any]:
     """For JSON."""
     option = record_of(found.option, "drafter", "nodes", "tokens_per_call")
     return option | record_of(found, "speedup", "step_s", "plain_s")
+
+
+_MILLI = 1e3
+FILLED = 0.75  # planned utilisation of a replica, because requests do not arrive evenly; Ray aims at the same
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Incoming requests.
+
+    Raises OptionError for a number out of range.
+    """
+
+    requests_per_s: float
+    prompt: int  # tokens to process per request, without those of a cached prefix
+    answer: int
+    token_ms: float | None = None  # longest time per token; None is no bound
+
+    def __post_init__(self) -> None:
+        check_positive("load", self.requests_per_s)
+        check_whole("prompt_tokens", self.prompt, least=1)
+        check_whole("answer_tokens", self.answer, least=2)
+        if self.token_ms is not None:
+            check_positive("token_ms", self.token_ms)
+
+    @classmethod
+    def of(
+        cls, plan: Plan, requests_per_s: float, prompt: int | None, answer: int | None, token_ms: float | None
+    ) -> Traffic:
+        """Prompts and answers of the plan's mean lengths, where none are given."""
+        after_first = plan.tokens / plan.prompts
+        prompt = max(1, round(plan.context - after_first / 2)) if prompt is None else prompt
+        return cls(requests_per_s, prompt, 1 + round(after_first) if answer is None else answer, token_ms)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A replica with a constant number of open requests; `token_ms` includes prompts that are read in between."""
+
+    drafter: str
+    requests_per_s: float
+    tokens_per_s: float
+    token_ms: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """A replica with a constant number of open requests; `ratio` is tokens per second, best over plain."""
+
+    requests: int
+    rows: int
+    plain: Way
+    best: Way
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Number of replicas that answer the load."""
+
+    count: int
+    requests: int
+    way: Way
+
+
+def levels(plan: Plan, traffic: Traffic, most: int, what_if: WhatIf | None = None) -> list[Level]:
+    """A replica with 1, 2, ... `most` requests open; the traffic's mean context replaces the plan's."""
+    what_if, context = what_if or WhatIf(), round(traffic.prompt + traffic.answer / 2)
+    there = replace(plan, context=context)
+    prompt_s = what_if.forwards(plan.forwards)(traffic.prompt, [0])
+
+    def way(drafter: str, requests: int, token_s: float) -> Way:
+        waited_s = token_s + (requests - 1) * prompt_s / (traffic.answer - 1)
+        rate = requests / (prompt_s + (traffic.answer - 1) * waited_s)
+        return Way(drafter, rate, rate * traffic.answer, _MILLI * waited_s)
+
+    found = []
+    for requests in range(1, most + 1):
+        first = there.best(requests, what_if)[0]
+        plain = way(NONE, requests, first.plain_s)
+        gains = first.speedup.value > 1.0
+        best = way(first.option.drafter, requests, first.plain_s / first.speedup.value) if gains else plain
+        rows = max(nodes for nodes, _, _ in first.option.steps) + 1 if gains else 1
+        found.append(Level(requests, requests * rows, plain, best, best.tokens_per_s / plain.tokens_per_s))
+    return found
+
+
+def stops_to_pay(found: Sequence[Level]) -> int | None:
+    """Fewest open requests from which drafting gains nothing; None where it gains up to the last level."""
+    last = max((level.requests for level in found if level.best.drafter != NONE), default=0)
+    return None if last == found[-1].requests else last + 1
+
+
+def replicas(ways: Sequence[Way], traffic: Traffic) -> Replicas | None:
+    """The fewest replicas that answer the load; None where a token takes too long even with few open requests."""
+    fast = [way for way in ways if traffic.token_ms is None or way.token_ms <= traffic.token_ms]
+    if not fast:
+        return None
+    most = max(way.requests_per_s for way in fast)
+    count = math.ceil(traffic.requests_per_s / (FILLED * most))
+    requests = next(n for n, way in enumerate(ways, 1) if way.requests_per_s >= traffic.requests_per_s / count)
+    return Replicas(count, requests, ways[requests - 1])
+
+
+def load_record(found: Sequence[Level], traffic: Traffic) -> dict[str, Any]:
+    """For JSON."""
+    needed = {name: replicas([getattr(level, name) for level in found], traffic) for name in ("plain", "best")}
+    return {
+        **asdict(traffic),
+        "filled": FILLED,
+        "levels": [asdict(level) for level in found],
+        "stops_to_pay": stops_to_pay(found),
+        "replicas": {name: None if each is None else asdict(each) for name, each in needed.items()},
+    }

@@ -26,20 +26,14 @@ Chunk: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Positions: their hidden states `[rows, width]`, the tokens `[rows]` sampled from these, and the following tokens
 `[rows, length]`; -1 where none is drafted."""
 
-CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of nodes at which trees are replayed."""
-NEVER = 1 << 40
-"""A number of nodes larger than any tree's."""
-TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
-"""Temperature of the answers on which each kind of tree is fitted."""
+CURVE_NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # numbers of nodes at which trees are replayed
+NEVER = 1 << 40  # a number of nodes larger than any tree's
+TREE_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # temperature of the answers on which each kind of tree is fitted
 CALIBRATED, RAW = "calibrated", "raw"
 """Probabilities by which trees are chosen at each step: survival fitted to text, or the heads' own."""
-BUDGETS = (8, 32)
-"""Numbers of nodes in reports."""
-RANKS = 32
-"""Guesses used to fit survival; later ones follow the same line."""
-POSITIONS = 4000
-"""Positions that are enough for five numbers; more are subsampled evenly."""
+BUDGETS = (8, 32)  # numbers of nodes in reports
+RANKS = 32  # guesses used to fit survival; later ones follow the same line
+POSITIONS = 4000  # positions that are enough for five numbers; more are subsampled evenly
 _PRIOR = 1.0  # weight of the prior, which is the estimate for depths that no text reaches
 _ROUNDS = 40
 
@@ -50,18 +44,12 @@ class Trace:
 
     At a step with last token `tokens[i]`, head k (from 0) reads `hidden[i]` and guesses `tokens[i + 1 + k]`.
 
-    Attributes:
-        tokens: `[n]`, int64: the first is the one that the prompt's forward gives.
-        hidden: `[n, width]`: inputs of the target's LM head, each the one that gave its token.
-        stopped: whether the last token ended the answer and is not a part of it.
-
-    Raises:
-        DataError: there are not as many vectors as tokens.
+    Raises DataError if there are not as many vectors as tokens.
     """
 
-    tokens: Tensor
-    hidden: Tensor
-    stopped: bool = False
+    tokens: Tensor  # `[n]`, int64: the first is the one that the prompt's forward gives
+    hidden: Tensor  # `[n, width]`: inputs of the target's LM head, each the one that gave its token
+    stopped: bool = False  # whether the last token ended the answer and is not a part of it
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 1 or self.hidden.dim() != 2 or len(self.tokens) != len(self.hidden):

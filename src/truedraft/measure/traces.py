@@ -13,13 +13,12 @@ from torch import Tensor
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
-from truedraft.core.proposal import Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, Features, NoDrafter, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.prompts import TextPrompt, encode_prompt
 from truedraft.errors import ModelError
-from truedraft.measure.siblings import draws_several
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 
 _BATCH = 8
@@ -33,9 +32,6 @@ class AnswerTrace:
     At position i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and onwards.
 
     Attributes:
-        tokens: the first is given by the prompt's forward.
-        limit: most tokens of prompt and answer together.
-        stopped: whether the last token ended the answer and is no part of it.
         seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
         probs: the target's processed probability of each token; empty for greedy and seeded answers.
         dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
@@ -43,11 +39,11 @@ class AnswerTrace:
 
     name: str
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the first is given by the prompt's forward
     params: SamplingParams
     seed: int
-    limit: int
-    stopped: bool
+    limit: int  # most tokens of prompt and answer together
+    stopped: bool  # whether the last token ended the answer and is no part of it
     seen: tuple[StepOutcome, ...]
     probs: tuple[float, ...] = ()
     layers: tuple[int, ...] = ()
@@ -71,6 +67,12 @@ def is_drawn(params: SamplingParams) -> bool:
     return not (params.greedy or params.seeded)
 
 
+def draws_several(drafter: Drafter) -> bool:
+    """Whether sampled requests get several draws at one position with known acceptance along a trace."""
+    several = {DrawKind.INDEPENDENT}, {DrawKind.WITHOUT_REPLACEMENT}
+    return len(drafter.branching) > 0 and drafter.limits.width > 1 and set(drafter.kinds) in several
+
+
 def trace_answers(
     target: LanguageModel,
     prompts: Sequence[PromptRequest],
@@ -86,9 +88,8 @@ def trace_answers(
         prompts: none of them with stop strings.
         entropy: seeds the noise of prompts without a seed.
 
-    Raises:
-        PromptError: a prompt cannot be run.
-        ModelError: the target failed, or cannot show a feature that a drafter declares.
+    Raises PromptError if a prompt cannot be run, ModelError if the target failed, or cannot show what a drafter
+    declares.
     """
     watcher = StepWatcher.of(drafters, drawn=any(is_drawn(params) for _, _, params in prompts))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
@@ -131,13 +132,9 @@ def traces_of_answers(
     params: SamplingParams,
     drafters: Iterable[Drafter],
 ) -> list[AnswerTrace]:
-    """Traces of known answers, each read once by the target.
+    """Traces of known `answers` (prompt, answer, and whether its last token ended it), each read once by the target.
 
-    Args:
-        answers: prompt, answer, and whether its last token ended it.
-
-    Raises:
-        ModelError: the target failed, or cannot show a feature that a drafter declares.
+    Raises ModelError if the target failed, or cannot show what a drafter declares.
     """
     watcher = StepWatcher.of(drafters, drawn=is_drawn(params))
     room = max((len(answer) for _, answer, _ in answers), default=0)
@@ -156,30 +153,47 @@ def traces_of_answers(
 def _plain_steps(
     target: LanguageModel, layers: Sequence[int], prompt: Sequence[int], answer: Sequence[int], *, whole: bool
 ) -> Iterator[StepOutcome]:
-    ids, end = [*prompt, *answer[:-1]], len(prompt)
-    cache, edges = target.new_cache(), [*range(0, end, _READ), *range(end, len(ids), _ROWS), len(ids)]
+    end = len(prompt)
+    for first, last, output in _blocks(target, [*prompt, *answer[:-1]], end, layers=layers, shows_prompt=True):
+        count = last - first
+        first_row = count - 1 if last <= end and not whole else 0
+        parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in range(count)]
+        for part in parts:
+            preceding = first + part.stop - end  # tokens of the answer that came before
+            yield StepOutcome(
+                Proposal.empty(),
+                (),
+                tuple(answer[preceding : preceding + 1]) if preceding >= 0 else (),
+                output.hidden[part],
+                output.logits[part],
+                tuple(each[part] for each in output.layers),
+                preceding < 0,
+            )
+
+
+def _blocks(
+    model: LanguageModel,
+    ids: Sequence[int],
+    first: int,
+    *,
+    adapter: str | None = None,
+    layers: Sequence[int] = (),
+    shows_prompt: bool = False,
+) -> Iterator[tuple[int, int, ForwardOutput]]:
+    """Outputs along a text in blocks, with the place of each; tokens before number `first` are a prompt."""
+    cache = model.new_cache()
+    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
     try:
-        for first, last in itertools.pairwise(edges):
-            count = last - first
-            tokens, rows = torch.tensor(ids[first:last]), range(count)
-            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=count if last <= end else 0)]
-            output = target.forward_showing(segments, layers) if layers else target.forward(segments)
-            cache.commit(rows)
-            first_row = count - 1 if last <= end and not whole else 0
-            parts = [slice(first_row, count)] if last <= end else [slice(row, row + 1) for row in rows]
-            for part in parts:
-                preceding = first + part.stop - end  # tokens of the answer that came before
-                yield StepOutcome(
-                    Proposal.empty(),
-                    (),
-                    tuple(answer[preceding : preceding + 1]) if preceding >= 0 else (),
-                    output.hidden[part],
-                    output.logits[part],
-                    tuple(each[part] for each in output.layers),
-                    preceding < 0,
-                )
+        for start, end in itertools.pairwise(edges):
+            count, prompt = end - start, end - start if start < first else 0
+            rows = () if prompt and not shows_prompt else range(count)
+            tokens = torch.tensor(ids[start:end])
+            segments = [Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)]
+            output = model.forward_showing(segments, layers) if layers else model.forward(segments)
+            cache.commit(range(count))
+            yield start, end, output
     finally:
-        target.release_cache(cache)
+        model.release_cache(cache)
 
 
 class StepWatcher(NoDrafter):
@@ -235,19 +249,7 @@ def outputs_along(
 
     An output may be overwritten when the next one is computed.
     """
-    cache = model.new_cache()
-    edges = [*range(0, first, _READ), *range(first, len(ids), _ROWS), len(ids)]
-    try:
-        for start, end in itertools.pairwise(edges):
-            count = end - start
-            rows, prompt = ((), count) if start < first else (range(count), 0)
-            tokens = torch.tensor(ids[start:end])
-            output = model.forward([Segment(cache, tokens, chain_shape(count), rows, prompt=prompt, adapter=adapter)])
-            cache.commit(range(count))
-            if start >= first:
-                yield output
-    finally:
-        model.release_cache(cache)
+    return (output for start, _, output in _blocks(model, ids, first, adapter=adapter) if start >= first)
 
 
 @torch.inference_mode()

@@ -40,18 +40,12 @@ _DRAFTED = 4  # tokens of a draft model's chain
 
 @dataclass(frozen=True)
 class Source:
-    """Where a drafter is stored, and changes to a draft model's files.
-
-    Attributes:
-        without: pattern of names of files to leave out.
-        files: JSON objects by the names of the files that they replace.
-        dtype: of the model; None is the target's.
-    """
+    """Where a drafter is stored, and changes to a draft model's files."""
 
     path: Path
-    without: str = ""
-    files: Mapping[str, Any] = field(default_factory=dict)
-    dtype: torch.dtype | None = None
+    without: str = ""  # pattern of names of files to leave out
+    files: Mapping[str, Any] = field(default_factory=dict)  # JSON objects by the names of the files that they replace
+    dtype: torch.dtype | None = None  # of the model; None is the target's
 
     @property
     def config(self) -> dict[str, Any]:
@@ -60,9 +54,7 @@ class Source:
     def draft(self, target: LanguageModel) -> LanguageModel:
         """The draft model, with its ids translated to the target's where its tokenizer is another.
 
-        Raises:
-            OptionError: files are to be read otherwise, and there is no folder.
-            ModelError: it cannot be loaded.
+        Raises OptionError if its files are to be read otherwise and lie in no folder, ModelError if they do not load.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) if self.without or self.files else self.path
@@ -85,10 +77,7 @@ class Case:
     """A drafter with answers of its target.
 
     Attributes:
-        layers: the target's layers with hidden states in the traces.
-        mended: variants that were needed to load it.
         shown: changes to step outcomes before the drafter receives them.
-        wide: whether the drafter computes in float32 regardless of the target's dtype.
     """
 
     source: Source
@@ -97,10 +86,10 @@ class Case:
     chain: Callable[[Any], Drafter]
     prompts: tuple[str | tuple[int, ...], ...] = ()
     traces: tuple[AnswerTrace, ...] = ()
-    layers: tuple[int, ...] = ()
-    mended: tuple[Variant, ...] = ()
+    layers: tuple[int, ...] = ()  # the target's layers with hidden states in the traces
+    mended: tuple[Variant, ...] = ()  # variants that were needed to load it
     shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
-    wide: bool = False
+    wide: bool = False  # whether the drafter computes in float32 regardless of the target's dtype
 
     def of(self, part: Any) -> Case:
         return replace(self, part=part)
@@ -176,12 +165,11 @@ class Examined:
 
     Attributes:
         chain: makes a drafter of one deterministic chain, as long as it was made for, from a head or draft model.
-        own: variants that are tried before those of how prompts are written.
     """
 
     noun: str
     chain: Callable[[Any], Drafter]
-    own: Sequence[Variant]
+    own: Sequence[Variant]  # variants that are tried before those of how prompts are written
     head: type[Head] | None = None
 
     @property
@@ -191,8 +179,7 @@ class Examined:
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
         """The head or draft model at a path, and the variants that were needed to load it.
 
-        Raises:
-            TruedraftError: it cannot be loaded.
+        Raises TruedraftError if it cannot be loaded.
         """
         if self.head is None:
             return Source(path).draft(target), ()
@@ -214,9 +201,7 @@ def changed(
 ) -> Any:
     """A head with other sizes, without the weights that match a pattern, and with others added or replaced.
 
-    Raises:
-        ModelError: these weights make no such head.
-        OptionError: these sizes make none.
+    Raises ModelError if these weights make no such head, OptionError if these sizes make none.
     """
     kept = {name: each for name, each in head.state_dict().items() if not re.search(without, name)}
     config = replace(head.config, **dict(sizes))
@@ -365,8 +350,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-Form: TypeAlias = Callable[[Case, int], Sequence[int]]
-"""Writes the prompt of a trace, given by its number, in one way."""
+Form: TypeAlias = Callable[[Case, int], Sequence[int]]  # writes the prompt of a trace, given by its number, in one way
 
 
 def _plain(case: Case, number: int) -> Sequence[int]:
@@ -486,9 +470,7 @@ def examined_words() -> list[str]:
 def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
     """The drafter in a folder or file, with or without the word of its kind before it.
 
-    Raises:
-        ModelNotFoundError: there is nothing there.
-        ModelError: it cannot be loaded.
+    Raises ModelNotFoundError if there is nothing, ModelError if it cannot be loaded.
     """
     word, path = place_of(typed)
     kind = examined(word or kind_in(path) or _DRAFT_WORD)
@@ -501,8 +483,7 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
 def place_of(typed: str) -> tuple[str | None, Path]:
     """The word of a drafter's kind, if given, and its path; a shipped one is `embedded:NAME`.
 
-    Raises:
-        OptionError: a kind of drafter without a path, or one that has no weights.
+    Raises OptionError for a kind without a path, or one that has no weights.
     """
     word, _, rest = typed.partition(":")
     if rest and examined(word) is not None:

@@ -6,18 +6,33 @@ trace. The proposed nodes that match the trace say what a step starting there ac
 - Deterministic candidates (greedy and seeded requests, prompt lookup, heads) are replayed exactly.
 - Where a chain is sampled, token x was an accepted draft token with probability min(1, q(x) / p(x)), given the text
   (`theory.replay_factor`), independently at each position, so the product of the factors is the probability that a step
-  accepts this far. For several draws at one position see `measure.siblings`. A drafter with another q for each depth is
+  accepts this far. For several draws at one position see `Draws`. A drafter with another q for each depth is
   evaluated along the trace from each position (`Drafter.along`).
 
 A step at position i accepts a tokens and the next one starts at i + a + 1. The sum over positions of the probability
 that a step starts there is the expected number of target calls. (The mean over all positions is another number, because
 a step starts where the one before it failed.)
+
+`Draws`: given the trace's token x at a position, with target distribution p and draft distribution q, they give the
+probability that x was a drafted token that the rule accepted, over everything that may be drawn there. A_j(x) is the
+probability that the j-th draw is x and the first that is accepted, by recursive rejection: with p_1 = p and
+p_(j+1) = norm(max(0, p_j - q_j)),
+
+    A_j(x) = R_j E min(p_j(x), q_j(x)),   R_(j+1) = R_j (1 - sum of min(p_j, q_j)),   R_1 = 1,
+
+and the sum over j is divided by p(x), because x is given; acceptance at one position is independent of acceptance at
+another, given the text. One draw gives A_1(x) / p(x) = min(1, q(x) / p(x)). Independent draws have q_j = q, so the sum
+is exact. Without replacement q_j has lost the rejected tokens, each drawn from norm(max(0, q_j - p_j)): the mean over
+those is estimated from a few samples, which leaves the expected calls of an answer unbiased, because no position counts
+twice in one way to decode it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,35 +44,170 @@ from truedraft.core.budget import Budget, nodes_of
 from truedraft.core.intervals import Numbers
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.rank_tree import RankTree
+from truedraft.core.rank_tree import RankPath, RankTree
+from truedraft.core.theory import replay_factor
 from truedraft.core.token_view import TokenView
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.errors import DrafterError, OptionError, TruedraftError
 from truedraft.measure.replay import NEVER
-from truedraft.measure.siblings import Draws, draws_of, draws_several
-from truedraft.measure.traces import AnswerTrace, is_drawn, shown_to
+from truedraft.measure.traces import AnswerTrace, draws_several, is_drawn, shown_to
 from truedraft.models.base import LanguageModel
+
+_TINY = 1e-300
+_REJECTED = 4  # sampled sequences of rejected draws at one position
+
+
+class Draws(ABC):
+    """The draws of a drafter along one trace, position by position."""
+
+    def __init__(self) -> None:
+        self._places: list[Numbers] = []
+
+    def note(self, p_x: float, p: Tensor | None, q: Tensor | None, token: int) -> None:
+        """Add a position.
+
+        Args:
+            p_x: the target's probability of the trace's token; 0 if rounding lost it.
+            p: `[vocab]`: the target's distribution, needed for several draws.
+            q: `[vocab]`: the draft's distribution; None where nothing was drawn.
+        """
+        self._places.append(self._nothing() if q is None else self._factors(p_x, p, q, token))
+
+    @abstractmethod
+    def _nothing(self) -> Numbers: ...
+    @abstractmethod
+    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers: ...
+    @abstractmethod
+    def survival(self, place: int, depth: int) -> Numbers:
+        """The probability `[depth]` that a step accepts its first 1, 2, ... tokens; by ranks `[nodes + 1, depth]`."""
+
+
+class ChainDraws(Draws):
+    """Several independent chains; the state is the number of chains that match the trace so far. If the j-th of m draws
+    is x and accepted, none before it was x; each of the m - j after it is x with probability q(x).
+    """
+
+    def __init__(self, chains: int) -> None:
+        super().__init__()
+        self._chains = chains
+
+    def _nothing(self) -> Numbers:
+        return np.zeros((self._chains + 1, self._chains + 1))
+
+    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
+        """`[chains + 1, chains + 1]`: probability that x is accepted and n chains match it, of m before."""
+        assert p is not None
+        accepted = _accepted(p, q, token, self._chains) / max(p_x, float(p[token]), _TINY)
+        share = min(1.0, float(q[token]))
+        found = self._nothing()
+        for came in range(1, self._chains + 1):
+            for draw in range(came):
+                left = came - draw - 1
+                for more in range(left + 1):
+                    chance = math.comb(left, more) * share**more * (1.0 - share) ** (left - more)
+                    found[came, 1 + more] += accepted[draw] * chance
+        return found
+
+    def survival(self, place: int, depth: int) -> Numbers:
+        state = np.zeros(self._chains + 1)
+        state[-1] = 1.0
+        found = []
+        for factors in self._places[place : place + depth]:
+            state = state @ factors
+            found.append(state.sum())
+        return np.array(found)
+
+
+class TreeDraws(Draws):
+    """Draws without replacement, with a fixed number per node of a depth or by ranks; one per node is a chain.
+
+    Args:
+        branching: draws per node at depth 0, 1, ...; with `ranks` the most.
+        ranks: the draws of the largest tree, the best ones first; None is the same number at every node of a depth.
+    """
+
+    def __init__(self, branching: Sequence[int], seed: int, ranks: RankTree | None = None) -> None:
+        super().__init__()
+        self._branching, self._ranks = branching, ranks
+        self._random = np.random.default_rng(abs(seed))
+
+    def _nothing(self) -> Numbers:
+        return np.zeros(max(self._branching))
+
+    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
+        """`[draws]`: probability that x is accepted as one of the first 1, 2, ... draws."""
+        if max(self._branching) == 1:  # which needs no whole distribution
+            return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
+        assert p is not None
+        accepted = _accepted(p, q, token, max(self._branching), self._random)
+        return np.cumsum(accepted) / max(p_x, float(p[token]), _TINY)
+
+    def survival(self, place: int, depth: int) -> Numbers:
+        places = self._places[place : place + depth]
+        if self._ranks is None:
+            return np.cumprod([each[width - 1] for each, width in zip(places, self._branching, strict=False)])
+        return self._by_nodes(places)
+
+    def _by_nodes(self, places: Sequence[Numbers]) -> Numbers:
+        """`[nodes + 1, depth]`: survival with the first 0, 1, ... draws; a node's is the product along its path."""
+        assert self._ranks is not None
+        chances = [np.diff(each, prepend=0.0) for each in places]
+        found = np.zeros((len(self._ranks) + 1, len(places)))
+        accepted: dict[RankPath, float] = {(): 1.0}
+        for number, path in enumerate(self._ranks.paths, 1):
+            found[number] = found[number - 1]
+            if len(path) <= len(places):
+                accepted[path] = accepted[path[:-1]] * chances[len(path) - 1][path[-1]]
+                found[number, len(path) - 1] += accepted[path]
+        return found
+
+
+def draws_of(drafter: Drafter, seed: int) -> Draws:
+    """How a drafter draws for sampled requests; `seed` is that of sampled rejected draws."""
+    if not draws_several(drafter):
+        return TreeDraws((1,) * max(1, drafter.limits.depth), seed)
+    if drafter.kinds == {DrawKind.INDEPENDENT}:
+        return ChainDraws(drafter.branching[0])
+    return TreeDraws(drafter.branching, seed, drafter.ranks)
+
+
+def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Generator | None = None) -> Numbers:
+    """A_j of a token for each draw, `[draws]`, without replacement with `random`."""
+    rows = 1 if random is None else _REJECTED
+    left = np.repeat(p.double().cpu().numpy()[None], rows, axis=0)  # p_j, `[rows, vocab]`
+    drawn = np.repeat(q.double().cpu().numpy()[None], rows, axis=0)  # q_j
+    reach, found = np.ones(rows), np.zeros(draws)
+    for number in range(draws):
+        found[number] = (reach * np.minimum(left[:, token], drawn[:, token])).mean()
+        beyond = (drawn - left).clip(min=0.0)
+        reach = reach * beyond.sum(axis=1)
+        left = _scaled((left - drawn).clip(min=0.0), left)
+        if random is not None and number + 1 < draws:
+            cumulative = beyond.cumsum(axis=1)
+            at = random.random(rows) * cumulative[:, -1]
+            sampled = (cumulative <= at[:, None]).sum(axis=1).clip(max=drawn.shape[1] - 1)
+            drawn[np.arange(rows), sampled] = 0.0
+            drawn = _scaled(drawn, np.zeros_like(drawn))
+    return found
+
+
+def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
+    mass = weights.sum(axis=1, keepdims=True)
+    return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)
+
 
 _BATCH = 16
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Result of decoding one trace with several draft sizes; expected values where sampling is random.
+    """Result of decoding one trace with several draft sizes; expected values where sampling is random."""
 
-    Attributes:
-        calls: `[sizes]`: target calls after the prompt's.
-        visits: `[sizes, places]`: probability that a step starts at a position.
-        nodes: `[sizes, places]`: nodes drafted there.
-        depths: `[sizes, places]`: depth of that draft.
-        reach: `[sizes, places, depth]`: probability that a step there accepts at least 1, 2, ... tokens.
-    """
-
-    calls: Numbers
-    visits: Numbers
-    nodes: Numbers
-    depths: Numbers
-    reach: Numbers
+    calls: Numbers  # `[sizes]`: target calls after the prompt's
+    visits: Numbers  # `[sizes, places]`: probability that a step starts at a position
+    nodes: Numbers  # `[sizes, places]`: nodes drafted there
+    depths: Numbers  # `[sizes, places]`: depth of that draft
+    reach: Numbers  # `[sizes, places, depth]`: probability that a step there accepts at least 1, 2, ... tokens
 
 
 @dataclass(frozen=True)
@@ -72,18 +222,15 @@ class Walk:
         fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
         survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
             budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
-        depths: `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
-        sizes: `[places]`: nodes of the whole proposal, or the budget that it uses.
         drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ...; None where all of it is used.
-        guessed: share of a chain's tokens that took no level of drafting, as the drafter predicts it.
     """
 
     fewest: Numbers
     survival: Numbers
-    depths: Numbers
-    sizes: Numbers
+    depths: Numbers  # `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
+    sizes: Numbers  # `[places]`: nodes of the whole proposal, or the budget that it uses
     drafted: Numbers | None = None
-    guessed: float = 0.0
+    guessed: float = 0.0  # share of a chain's tokens that took no level of drafting, as the drafter predicts it
 
     @property
     def tokens(self) -> int:
@@ -110,11 +257,7 @@ class Walk:
 
 
 def check_walkable(drafter: Drafter, drawn: bool) -> None:
-    """Refuse drafters for which acceptance along a trace is not known.
-
-    Raises:
-        OptionError: says which, and what to do.
-    """
+    """Refuse drafters for which acceptance along a trace is not known; OptionError says which, and what to do."""
     name, limits = drafter.name, drafter.limits
     if list(drafter.members.values()) != [drafter]:
         raise OptionError(
@@ -150,9 +293,7 @@ def walk_along(
         drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
         traces: must hold the features that the drafter declares.
 
-    Raises:
-        OptionError: its acceptance along a trace is not known, or not from what these hold.
-        DrafterError: it failed.
+    Raises OptionError if acceptance is not known along a trace, or not from what these hold; DrafterError if it failed.
     """
     check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
     if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import DataError, OptionError
 from truedraft.measure import TREE_TEMPERATURES
-from truedraft.models.base import Segment
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.llama import RotaryTable
+from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
@@ -28,14 +30,8 @@ from truedraft.training.head_config import Calibrated, HeadTrainingConfig
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
-from truedraft.training.report import size_of
+from truedraft.training.report import HeadResult, Rows, size_of
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.llama import RotaryTable
-    from truedraft.models.lm_head import LmHead
-    from truedraft.training.report import HeadResult, Rows
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
 _HEAD = 64  # entries of a query
@@ -179,19 +175,12 @@ def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class UnrolledStep:
-    """One step of `Chains`.
+    """One step of `Chains`."""
 
-    Attributes:
-        leaving: `[rows, width]`: the inputs of the output layer.
-        target: `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1.
-        tokens: `[rows]`: the texts' next tokens.
-        chains: `[rows]`: the row of each chain in the first step.
-    """
-
-    leaving: Tensor
-    target: Tensor
-    tokens: Tensor
-    chains: Tensor
+    leaving: Tensor  # `[rows, width]`: the inputs of the output layer
+    target: Tensor  # `[rows, ids]`: log probabilities of the draft's ids; for a reduced vocabulary they do not sum to 1
+    tokens: Tensor  # `[rows]`: the texts' next tokens
+    chains: Tensor  # `[rows]`: the row of each chain in the first step
 
     def at(self, rows: slice) -> UnrolledStep:
         return UnrolledStep(self.leaving[rows], self.target[rows], self.tokens[rows], self.chains[rows])
@@ -265,20 +254,13 @@ class Chains(ABC):
 
 @dataclass(frozen=True)
 class Texts:
-    """Concatenated texts that the target has read.
-
-    Attributes:
-        starts: the start of each text, and the end of the last.
-        vectors: `[tokens, width]` of each layer.
-        known: `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains.
-        rows: the row in `known` of each token.
-    """
+    """Concatenated texts that the target has read."""
 
     tokens: Tensor
-    starts: Sequence[int]
-    vectors: Sequence[Tensor]
-    known: Tensor
-    rows: np.ndarray[Any, np.dtype[np.int64]]
+    starts: Sequence[int]  # the start of each text, and the end of the last
+    vectors: Sequence[Tensor]  # `[tokens, width]` of each layer
+    known: Tensor  # `[places, ids]`: the target's log probabilities of the draft's ids at the places of chains
+    rows: np.ndarray[Any, np.dtype[np.int64]]  # the row in `known` of each token
 
     @property
     def counts(self) -> list[int]:

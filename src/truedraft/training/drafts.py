@@ -27,13 +27,7 @@ from truedraft.errors import (
 )
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.measure import TREE_TEMPERATURES
-from truedraft.models.architecture import (
-    LlamaShape,
-    load_causal_lm,
-    new_llama,
-    save_llama,
-    use_training_attention,
-)
+from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama, use_training_attention
 from truedraft.models.cache.bounded import LEAST_CONTEXT
 from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
 from truedraft.models.huggingface import HuggingFaceModel
@@ -62,21 +56,20 @@ from truedraft.training.loop import (
     identity_of,
     train_with_callbacks,
 )
-from truedraft.training.losses import (
-    DistillationLoss,
-    ForwardKL,
-    Mixture,
-    TotalVariation,
-    distillation_gradient,
-)
+from truedraft.training.losses import DistillationLoss, ForwardKL, Mixture, TotalVariation, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import DraftSizeOptions
 from truedraft.training.processes import Processes
 from truedraft.training.report import base_name, evaluation_facts, pair_facts, training_facts, write_card
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing, names_of
-from truedraft.training.texts.data import Curriculum, read_stream, stream_hash, write_stream
-from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.texts.answer_writer import Source, Writing, WritingConfig, names_of
+from truedraft.training.texts.data import (
+    Curriculum,
+    copy_tokenizer,
+    load_tokenizer,
+    read_stream,
+    stream_hash,
+    write_stream,
+)
 from truedraft.training.workspace import WORK, WRITTEN, TimeBudget, duration, exclusive_access, free_bytes
 
 if TYPE_CHECKING:

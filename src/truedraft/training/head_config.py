@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from truedraft.core.rank_tree import RankTree
 from truedraft.core.top_k import stable_topk
 from truedraft.drafters.heads.head import Head, HeadConfig, VectorHead
 from truedraft.errors import DataError, OptionError
+from truedraft.models.base import LanguageModel
 from truedraft.models.checkpoint import weights_hash
 from truedraft.models.lm_head import LmHead
 from truedraft.options import check_positive, check_share, check_whole
+from truedraft.training.evaluate import EngineRound
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
     Identity,
@@ -35,10 +37,16 @@ from truedraft.training.loop import (
     TrainingLoop,
     identity_of,
 )
-from truedraft.training.losses import DistillationLoss, gradient_in_chunks
+from truedraft.training.losses import (
+    ComputedTarget,
+    DistillationLoss,
+    DistillationTarget,
+    TargetRows,
+    gradient_in_chunks,
+)
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
 from truedraft.training.options import HeadRunOptions, HeadSizeOptions, TextOptions
-from truedraft.training.targets import ComputedTarget, DistillationTarget, TargetRows
+from truedraft.training.report import HeadResult, Rows
 from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.prompts import PromptCounts
 from truedraft.training.texts.self_distillation import (
@@ -48,11 +56,6 @@ from truedraft.training.texts.self_distillation import (
     collate,
     text_tokens,
 )
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-    from truedraft.training.evaluate import EngineRound
-    from truedraft.training.report import HeadResult, Rows
 
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
 """Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
@@ -69,19 +72,16 @@ class JointConfig:
     its own answers would only sharpen it.
 
     Attributes:
-        length: tokens of a sequence.
-        heads_share: weight of the heads' loss relative to the target's own, lambda_0 of the paper.
-        decay_share: of the steps, at the end, in which the rates decay.
         lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
     """
 
     steps: int = 300
     tokens_per_step: int = 4096
-    length: int = 256
+    length: int = 256  # tokens of a sequence
     heads: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-3, 5e-3))
     backbone: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-4, 5e-4, matrix_weight_decay=0.0))
-    heads_share: float = 0.2
-    decay_share: float = 0.3
+    heads_share: float = 0.2  # weight of the heads' loss relative to the target's own, lambda_0 of the paper
+    decay_share: float = 0.3  # of the steps, at the end, in which the rates decay
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -107,17 +107,9 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: values that all kinds have in common, and hooks for each kind.
 
     Attributes:
-        tree_prompts: held-out prompts with answers for counting trees and measuring accuracy.
-        test_prompts: held-out prompts for measuring acceptance.
-        decay_share: of the steps, at the end, in which the rate decays.
-        positions_per_step: approximate.
-        window: neighbouring positions read together; sharing distributions, they are less informative.
-        evaluate_every: steps between two measurements on held-out answers.
-        evaluated_positions: approximate, of such a measurement.
         stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     head: ClassVar[type[Head]]
@@ -127,13 +119,13 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """Fields that decide the heads, in addition to the text, which is hashed, and the schedule."""
 
     writing: WritingConfig = field(default_factory=WritingConfig)
-    tree_prompts: int = 64
-    test_prompts: int = 32
-    decay_share: float = 0.7
-    positions_per_step: int = 2048
-    window: int = 8
-    evaluate_every: int = 50
-    evaluated_positions: int = 2000
+    tree_prompts: int = 64  # held-out prompts with answers for counting trees and measuring accuracy
+    test_prompts: int = 32  # held-out prompts for measuring acceptance
+    decay_share: float = 0.7  # of the steps, at the end, in which the rate decays
+    positions_per_step: int = 2048  # approximate
+    window: int = 8  # neighbouring positions read together; sharing distributions, they are less informative
+    evaluate_every: int = 50  # steps between two measurements on held-out answers
+    evaluated_positions: int = 2000  # approximate, of such a measurement
     device: str = "cpu"
     checkpoint_every_s: float = CHECKPOINT_EVERY_S
     stage: int = 1

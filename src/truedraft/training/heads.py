@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from truedraft.errors import CompositionError, DataError, OptionError
 from truedraft.machine import in_bytes
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import load_causal_lm
+from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import FOR_HEADS, refuse_no_text
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
@@ -35,17 +36,10 @@ from truedraft.training.loop import (
 )
 from truedraft.training.processes import Processes
 from truedraft.training.report import Effort, HeadReport, HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import Watch, write_answers
-from truedraft.training.texts.answered import SELF, Writing, names_of, opening_of
-from truedraft.training.texts.data import read_data
+from truedraft.training.texts.answer_writer import SELF, Watch, Writing, names_of, opening_of, write_answers
+from truedraft.training.texts.data import load_tokenizer, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled, split_prompts, standard_library_prompts
-from truedraft.training.texts.self_distillation import (
-    SelfDistillationData,
-    WindowSampler,
-    WrittenAnswer,
-    read_answers,
-)
-from truedraft.training.texts.tokenizer import load_tokenizer
+from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer, read_answers
 from truedraft.training.workspace import (
     TRAINED,
     WORK,
@@ -56,9 +50,6 @@ from truedraft.training.workspace import (
     free_bytes,
     writing,
 )
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
 
 TRAIN_TEXT, TREE_TEXT = "train", "tree"
 """Names of the target's texts: for training, and for choosing trees and measuring."""

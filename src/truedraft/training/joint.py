@@ -33,12 +33,10 @@ from truedraft.training.heads import (
     write_tree_text,
 )
 from truedraft.training.loop import Phase, RunFolder, TrainingLoop, tensor_bytes, trained_weights
-from truedraft.training.losses import DistillationLoss, ForwardKL, distillation_gradient
+from truedraft.training.losses import DistillationLoss, ForwardKL, TargetRows, computed_rows, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers, WarmupStableDecay
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
-from truedraft.training.targets import TargetRows, computed_rows
-from truedraft.training.texts.data import BlockSampler, stream_hash
-from truedraft.training.texts.tokenizer import copy_tokenizer, load_tokenizer
+from truedraft.training.texts.data import BlockSampler, copy_tokenizer, load_tokenizer, stream_hash
 from truedraft.training.workspace import WORK, writing
 
 if TYPE_CHECKING:

@@ -41,8 +41,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _TRIED_S = 5.0  # a step that takes longer is tried once
 _FREE = frozenset({"device", "checkpoint_every_s", "start_from"})  # the starting weights count, not their path
 WARMUP = "schedule.warmup_steps"
-LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")
-"""Fields that may differ until a decay begins."""
+LENGTHS = ("schedule.stable_steps", "schedule.decay_steps")  # fields that may differ until a decay begins
 _OLDER_DIGITS = 16
 """Digits of the weight hashes of older versions, which read 64 values of a tensor; now they have more."""
 _WEIGHTS = ("target", "start_from")
@@ -149,18 +148,12 @@ OnProgress: TypeAlias = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Callbacks of a training.
+    """Callbacks of a training."""
 
-    Attributes:
-        on_progress: called with the progress of each kind of work.
-        on_note: called with sentences on what differs from the request.
-        on_plan: called with sentences on disk space and time.
-    """
-
-    on_progress: OnProgress = lambda what, done, total, remark: None
+    on_progress: OnProgress = lambda what, done, total, remark: None  # called with the progress of each kind of work
     on_step: Callable[[StepRecord], None] = lambda record: None
-    on_note: Callable[[str], None] = warnings.warn
-    on_plan: Callable[[str], None] = lambda sentence: None
+    on_note: Callable[[str], None] = warnings.warn  # called with sentences on what differs from the request
+    on_plan: Callable[[str], None] = lambda sentence: None  # called with sentences on disk space and time
     on_checkpoint: Callable[[Saved], None] = lambda saved: None
 
 

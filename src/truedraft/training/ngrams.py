@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from truedraft.drafters.registry import TABLE, write_record
 from truedraft.errors import DataError, ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.measure import TREE_TEMPERATURES
+from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import FOR_TABLES, refuse_no_text
 from truedraft.models.loading import load_model, quiet_transformers
 from truedraft.options import check_whole, read_bytes
@@ -27,17 +28,11 @@ from truedraft.training.loop import Callbacks
 from truedraft.training.options import NgramSizeOptions, TextOptions
 from truedraft.training.processes import Processes
 from truedraft.training.report import base_name, evaluation_facts, write_card
-from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.answered import Source, Writing, names_of
-from truedraft.training.texts.data import read_texts
+from truedraft.training.texts.answer_writer import Source, Writing, WritingConfig, names_of
+from truedraft.training.texts.data import Encoder, load_tokenizer, read_texts
 from truedraft.training.texts.prompts import cut_prompts, keep_back, standard_library_texts
-from truedraft.training.texts.tokenizer import load_tokenizer
+from truedraft.training.texts.self_distillation import WrittenAnswer
 from truedraft.training.workspace import WORK, TimeBudget, duration, exclusive_access, writing
-
-if TYPE_CHECKING:
-    from truedraft.models.base import LanguageModel
-    from truedraft.training.texts.data import Encoder
-    from truedraft.training.texts.self_distillation import WrittenAnswer
 
 _HELD_OUT = 0.05  # share of the text, where no other is given
 _TEST_PROMPTS, _TEST_TOKENS = 32, 64
@@ -50,8 +45,7 @@ _ALWAYS_KEPT = 2  # tokens of n-grams that are never left out, because longer n-
 class NgramConfig(NgramSizeOptions, TextOptions):
     """What decides a table in addition to the target and the data; without `answers` the data is counted.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
     answers: WritingConfig | None = None
@@ -322,9 +316,7 @@ def count_ngrams(
         max_bytes: limit of the table's arrays; `min_count` is raised until they fit.
         tokenizer: fingerprint of the ids.
 
-    Raises:
-        DataError: there is no token, or n-grams of one and two tokens already take more bytes.
-        OptionError: the order is out of range.
+    Raises DataError for no token, or if n-grams of one and two tokens take more bytes; OptionError for another order.
     """
     if not 1 <= order <= MOST_ORDER:
         raise OptionError(f"must be 1 or more and at most {MOST_ORDER}, got {order}", field="order")

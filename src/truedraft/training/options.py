@@ -117,17 +117,11 @@ class NgramSizeOptions:
 
 @dataclass(frozen=True)
 class Trains:
-    """How `truedraft train` offers the training of a kind of heads.
+    """How `truedraft train` offers the training of a kind of heads."""
 
-    Attributes:
-        title: of the card in the output folder.
-        help: of the command; its first sentence is in the list of commands.
-        more: a dataclass of options for this kind only, under `heading` in the help.
-    """
-
-    title: str
-    help: str
+    title: str  # of the card in the output folder
+    help: str  # of the command; its first sentence is in the list of commands
     size: type[HeadSizeOptions]
     learning: type[HeadRunOptions]
-    more: type[Any] | None = None
+    more: type[Any] | None = None  # a dataclass of options for this kind only, under `heading` in the help
     heading: str = ""

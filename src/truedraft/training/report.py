@@ -23,11 +23,9 @@ from truedraft.training.evaluate import EngineEvaluation, PairReport
 from truedraft.training.loop import StepRecord, typed_command
 from truedraft.training.workspace import duration, write_whole
 
-Rows: TypeAlias = Sequence[Sequence[str]]
-"""A table for display; the first row is its heading."""
+Rows: TypeAlias = Sequence[Sequence[str]]  # a table for display; the first row is its heading
 _PROJECT = "truedraft"
-FOLDER = "tracker"
-"""Folder for trackers that write files, in the folder of the training."""
+FOLDER = "tracker"  # folder for trackers that write files, in the folder of the training
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """The quality of heads after a stage.
+    """The quality of heads after a stage."""
 
-    Attributes:
-        facts: measured on held-out text, different for each kind; saved with the heads.
-        evaluations: acceptance in the engine, on prompts not used for training or fitting.
-        promised_on: a description of the held-out text of the predictions.
-        promised_by: number of its tokens at one temperature.
-    """
-
-    facts: Mapping[str, Any]
-    evaluations: Sequence[EngineEvaluation]
-    promised_on: str = ""
-    promised_by: int = 0
+    facts: Mapping[str, Any]  # measured on held-out text, different for each kind; saved with the heads
+    evaluations: Sequence[EngineEvaluation]  # acceptance in the engine, on prompts not used for training or fitting
+    promised_on: str = ""  # a description of the held-out text of the predictions
+    promised_by: int = 0  # number of its tokens at one temperature
 
     @property
     def departures(self) -> list[str]:

@@ -16,14 +16,10 @@ from truedraft.errors import OptionError, TrainingError
 from truedraft.files import written_whole
 from truedraft.options import check_positive
 
-WORK = "work"
-"""Working files, inside the output folder of a training."""
-PLACES = (f"{WORK}/joint", f"stage-1/{WORK}", WORK)
-"""Where working files may be in it, those of the latest stage first."""
-LOG = "log.jsonl"
-"""The log of steps, a line each."""
-WRITTEN, TRAINED = 0.4, 0.75
-"""Shares of the time at which writing ends and training ends; the rest is for measuring."""
+WORK = "work"  # working files, inside the output folder of a training
+PLACES = (f"{WORK}/joint", f"stage-1/{WORK}", WORK)  # where working files may be in it, those of the latest stage first
+LOG = "log.jsonl"  # the log of steps, a line each
+WRITTEN, TRAINED = 0.4, 0.75  # shares of the time at which writing ends and training ends; the rest is for measuring
 _MARGIN = 0.9  # share of the time for steps: the rest is for measurements between them
 _LEAST_STEPS, _FEW_STEPS = 5, 100  # with fewer steps noise; with fewer than the second little gain
 _LOCK, _OWNER = "lock", "pid"  # of the process that trains in a folder
@@ -143,8 +139,7 @@ def _busy(work: Path) -> str:
 class TimeBudget:
     """The time limit of a whole command, counted from construction; None sets no limit.
 
-    Raises:
-        OptionError: minutes is not above 0.
+    Raises OptionError if minutes is not above 0.
     """
 
     def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -14,7 +14,7 @@ import truedraft.certify.engines.answer_probs as answer_module
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
 from truedraft.certify.engines.answer_probs import EXACT, Allowance, AnswerProbs, Judge, ended_tokens, filtered
-from truedraft.certify.engines.behaviour import lengths
+from truedraft.certify.engines.under_test import check_lengths
 from truedraft.core.probs import probs_from_logits
 from truedraft.measure.peers import FILTERS, Question, Reply
 from truedraft.testing import MarkovModel
@@ -148,7 +148,7 @@ def test_an_answer_that_ended_with_another_special_token_drew_no_end_of_ours() -
     asked = Question((1, 2), SamplingParams(max_tokens=8))
     assert ended_tokens(target, asked, reply(0, 3, ended="stop")) == [0, 3]
     assert ended_tokens(target, asked, reply(0, 2, ended="stop")) == [0, 2, 5]
-    *_, told = lengths([(asked, reply(0, 3, ended="stop"))], target)
+    *_, told = check_lengths([(asked, reply(0, 3, ended="stop"))], target)
     assert told.status is Status.MEASURED
     assert "special tokens [3]" in told.summary
 

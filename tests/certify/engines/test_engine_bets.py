@@ -13,14 +13,14 @@ from torch import Tensor
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.e_process import EventTests
-from truedraft.certify.engines.alternatives import (
+from truedraft.certify.engines.answer_probs import Allowance, AnswerProbs, filtered
+from truedraft.certify.engines.evidence import (
     COPIED,
     Alternative,
+    Bets,
     alternatives_for,
     ngram_candidates,
 )
-from truedraft.certify.engines.answer_probs import Allowance, AnswerProbs, filtered
-from truedraft.certify.engines.evidence import Bets
 from truedraft.core import probs as L
 from truedraft.measure.peers import FILTERS, Question
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from truedraft import SamplingParams
-from truedraft.certify.engines.against import TwoSamples
 from truedraft.certify.engines.answer_probs import AnswerProbs
 from truedraft.certify.engines.evidence import Repeated
+from truedraft.certify.engines.run import TwoSamples
 from truedraft.measure.peers import Question
 
 P = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)

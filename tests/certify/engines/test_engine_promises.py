@@ -15,11 +15,10 @@ from truedraft import SamplingParams
 from truedraft.certify import Report
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import certify_engine, compare_engines
-from truedraft.certify.engines.alternatives import COPIED, alternatives_for, ngram_candidates
 from truedraft.certify.engines.answer_probs import EXACT, AnswerProbs, Judge
-from truedraft.certify.engines.behaviour import lengths
-from truedraft.certify.engines.evidence import WEIGHTS, Bets, Evidence
+from truedraft.certify.engines.evidence import COPIED, WEIGHTS, Bets, Evidence, alternatives_for, ngram_candidates
 from truedraft.certify.engines.run import drafted
+from truedraft.certify.engines.under_test import check_lengths
 from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel
@@ -28,7 +27,7 @@ from truedraft.testing import MarkovModel
 @pytest.mark.parametrize(("unsure", "status"), [("", Status.FAILS), ("read from its text", Status.HOLDS)])
 def test_an_answer_is_too_long_only_where_its_ids_are_those_that_were_drawn(unsure: str, status: Status) -> None:
     asked = Question((1, 2), SamplingParams(max_tokens=2))
-    kept, *_ = lengths([(asked, Reply((1, 2, 3), "abc", "length", unsure=unsure))], MarkovModel.random(6, seed=1))
+    kept, *_ = check_lengths([(asked, Reply((1, 2, 3), "abc", "length", unsure=unsure))], MarkovModel.random(6, seed=1))
     assert kept.status is status
 
 
@@ -223,9 +222,9 @@ def test_time_is_looked_at_between_groups_of_questions() -> None:
 def test_answers_that_end_where_the_engines_context_is_full_are_not_short() -> None:
     params = SamplingParams(max_tokens=8)
     full = [(Question(tuple(range(n)), params), Reply((1,) * (9 - n))) for n in (4, 5)]
-    *_, kept = lengths(full, TARGET)
+    *_, kept = check_lengths(full, TARGET)
     assert kept.status is Status.HOLDS
-    *_, kept = lengths([*full, (Question((0, 1), params), Reply((1, 2)))], TARGET)
+    *_, kept = check_lengths([*full, (Question((0, 1), params), Reply((1, 2)))], TARGET)
     assert kept.status is Status.FAILS
 
 

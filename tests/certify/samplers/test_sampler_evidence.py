@@ -11,9 +11,8 @@ import torch
 from certify.samplers.own_samplers import FAULTS, token_by_token
 from truedraft.certify.e_process import log_dirichlet, smallest_detectable, total_variation, variation_by_chance
 from truedraft.certify.faults import Fault, sound
-from truedraft.certify.samplers.evidence import Evidence, Tally
-from truedraft.certify.samplers.suspects import accepted_by_rule, joint_of, suspects
-from truedraft.certify.samplers.worlds import SamplerWorld, drawn, sampler_worlds
+from truedraft.certify.samplers.run import Evidence, Tally
+from truedraft.certify.samplers.worlds import SamplerWorld, accepted_by_rule, drawn, joint_of, sampler_worlds, suspects
 
 WORLDS = sampler_worlds()
 ROWS = 60_000

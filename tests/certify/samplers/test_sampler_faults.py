@@ -11,8 +11,7 @@ from torch import Tensor
 from certify.samplers.own_samplers import FAULTS, by_blocks, sampler, token_by_token
 from truedraft.certify import Finding, Part, Report, Status
 from truedraft.certify.samplers import DEPENDENT, UNKNOWN, Sampler, certify_sampler
-from truedraft.certify.samplers.suspects import joint_of, suspects
-from truedraft.certify.samplers.worlds import sampler_worlds
+from truedraft.certify.samplers.worlds import joint_of, sampler_worlds, suspects
 
 LONG = 1e6  # seconds: rows end these runs, not time
 FEW = sampler_worlds()[::4]

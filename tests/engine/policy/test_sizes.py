@@ -19,12 +19,12 @@ from truedraft.drafters.heads.head import HeadRecord
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import CostStore, Effort, StepCosts, drafter_cost, target_cost
 from truedraft.engine.policy.kept import target_key
+from truedraft.engine.policy.sizes import node_options, nodes_for, sized
 from truedraft.errors import ModelError, OptionError
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
-from truedraft.measure import node_options, nodes_for, sized
 
 CHANCES = ((0.6, 0.1, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.05))
 

@@ -32,7 +32,7 @@ from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import native_linears
 from truedraft.models.base import LanguageModel
 from truedraft.models.cache import RequestCache
-from truedraft.training.online.tenants import Tenants
+from truedraft.training.online.learner import Tenants
 
 SIZES = Eagle3Config(48, VOCAB, (0, 1), heads=4, kv_heads=2, head=32, inner=64, reach=3, most_positions=CONTEXT)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -13,11 +13,18 @@ from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import Counters, RequestStep, StepRecord
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.measure import Footprint, footprint_of
-from truedraft.measure.bench.breakdown import Breakdown
 from truedraft.measure.bench.costs import Memory, reads_alike
-from truedraft.measure.bench.record import bench_record
-from truedraft.measure.bench.report import decides, markdown
-from truedraft.measure.bench.runs import Failure, Results, Row, SystemOutput, time_without_core
+from truedraft.measure.bench.report import (
+    acceptance_table,
+    all_tables,
+    bench_record,
+    decides,
+    decisions_table,
+    markdown,
+    speed_table,
+    time_table,
+)
+from truedraft.measure.bench.runs import Breakdown, Failure, Results, Row, SystemOutput, time_without_core
 from truedraft.measure.bench.summary import (
     Ratio,
     Spread,
@@ -28,7 +35,6 @@ from truedraft.measure.bench.summary import (
     summarise,
     unsettled_steps,
 )
-from truedraft.measure.bench.tables import acceptance_table, all_tables, decisions_table, speed_table, time_table
 
 NAMES = ("plain", "draft", "peer, slow", "peer, fast")
 BEST = {"peer": ("peer, slow", "peer, fast")}

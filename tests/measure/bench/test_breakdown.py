@@ -10,8 +10,8 @@ import pytest
 from support.records import step_record
 from truedraft.core.stats import DraftShare, RequestStep, StepRecord
 from truedraft.core.theory import DraftCost, DraftPoint, TargetCost
-from truedraft.measure.bench.breakdown import Breakdown, CurveCosts, break_down, known_share, shares
 from truedraft.measure.bench.costs import MachineCosts, shown_points
+from truedraft.measure.bench.runs import Breakdown, CurveCosts, break_down, known_share, shares
 from truedraft.measure.bench.suite import Suite
 from truedraft.testing import MarkovModel
 

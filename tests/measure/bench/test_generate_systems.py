@@ -14,7 +14,7 @@ from truedraft import Engine
 from truedraft.core.params import SamplingParams
 from truedraft.errors import UnknownOptionError
 from truedraft.measure.bench import Suite, check_peers, load_suite
-from truedraft.measure.bench.generate import ASSISTED, GenerateSystem
+from truedraft.measure.bench.suite import ASSISTED, GenerateSystem
 from truedraft.measure.peers.transformers import Generate
 from truedraft.options import MachineOptions, ModelOptions
 

@@ -19,17 +19,16 @@ from truedraft.drafters.portfolio import Portfolio
 from truedraft.drafters.prompt_lookup import PromptLookup
 from truedraft.engine import Engine
 from truedraft.engine.policy import StepCosts
+from truedraft.engine.policy.sizes import nodes_for
 from truedraft.kinds.medusa.drafter import Medusa
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
-from truedraft.measure import nodes_for
-from truedraft.measure.bench import trees as trees_of_a_run
+from truedraft.measure.bench.costs import size_trees
 from truedraft.measure.bench.plots import draw_drafted, draw_tree
-from truedraft.measure.bench.record import bench_record
-from truedraft.measure.bench.report import OutputFolder, markdown
+from truedraft.measure.bench.report import OutputFolder, bench_record, markdown
 from truedraft.measure.bench.runs import Results
 from truedraft.measure.bench.suite import PLAIN, OurEngine, Suite
-from truedraft.measure.bench.trees import ChosenTrees, DraftedTree, drafted_trees, size_trees
+from truedraft.measure.bench.summary import ChosenTrees, DraftedTree, drafted_trees
 
 CHANCES = ((0.6, 0.1, 0.05, 0.02), (0.5, 0.1, 0.05, 0.02), (0.4, 0.1, 0.05, 0.02))
 
@@ -191,6 +190,6 @@ def test_accuracies_kept_with_the_heads_give_the_product() -> None:
     target, drafter = packed("llama"), medusa(6)
     drafter.facts = {"trees": {"greedy": {"rank_accuracy": CHANCES}}}
     suite = Suite(target, True, [OurEngine("medusa", Engine(target, drafter, controller="fixed"))])
-    found = trees_of_a_run.drafted_trees(suite, {}, SamplingParams())
+    found = drafted_trees(suite, {}, SamplingParams())
     assert found[0].product == pytest.approx(counted_tree(6).expected_tokens)  # these counts are a product
-    assert trees_of_a_run.drafted_trees(suite, {}, SamplingParams(temperature=1.0))[0].product is None
+    assert drafted_trees(suite, {}, SamplingParams(temperature=1.0))[0].product is None

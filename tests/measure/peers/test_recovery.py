@@ -8,8 +8,7 @@ import pytest
 
 from truedraft import SamplingParams
 from truedraft.measure.peers import Question
-from truedraft.measure.peers.dialects import ReceivedAnswer
-from truedraft.measure.peers.recovery import Recovery
+from truedraft.measure.peers.recovery import ReceivedAnswer, Recovery
 
 ASKED = Question((1, 2), SamplingParams(max_tokens=2))
 

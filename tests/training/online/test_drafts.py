@@ -24,7 +24,7 @@ from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.translated import TranslatedModel
-from truedraft.training.online.drafts import LearnableDrafts
+from truedraft.training.online.learnable import LearnableDrafts
 from truedraft.training.online.student import Candidate
 from truedraft.training.online.traffic import Answered
 

@@ -39,10 +39,9 @@ from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.losses import ForwardKL
 from truedraft.training.online import Learner
-from truedraft.training.online.heads import LearnableLayerHeads
-from truedraft.training.online.learnable import Narrowed
+from truedraft.training.online.learnable import LearnableLayerHeads, Narrowed
+from truedraft.training.online.learner import Tenants
 from truedraft.training.online.student import Candidate, Student, _Winner
-from truedraft.training.online.tenants import Tenants
 from truedraft.training.online.traffic import Answered, Score, Traffic
 
 LEARNED = [RedrafterHead, MedusaHeads, Eagle3Head, LlamaForCausalLM]

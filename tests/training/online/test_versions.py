@@ -18,9 +18,8 @@ from truedraft.kinds.block.module import DSparkHead
 from truedraft.kinds.eagle.module import Eagle3Head
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
-from truedraft.training.online.student import Student
+from truedraft.training.online.student import Student, Versions
 from truedraft.training.online.traffic import Answered
-from truedraft.training.online.versions import Versions
 
 _KILLED = """
 import os, signal, sys
@@ -29,10 +28,10 @@ sys.path[:0] = {path}
 import torch
 torch.set_num_threads(1)
 from support.two_domains import learnable_of, two_domains, untrained
-import truedraft.training.online.versions
-from truedraft.training.online.versions import Versions
+import truedraft.training.online.student
+from truedraft.training.online.student import Versions
 
-truedraft.training.online.versions._KEPT = 1
+truedraft.training.online.student._KEPT = 1
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 
 def write_until_killed(folder, point):
@@ -189,7 +188,7 @@ def test_where_a_version_cannot_be_written_the_old_one_is_served(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("truedraft.training.online.versions.take_place", full)
+    monkeypatch.setattr("truedraft.training.online.student.take_place", full)
     student = learner.student
 
     def promoting(self: Student) -> bool:
@@ -219,7 +218,7 @@ def test_a_full_disk_keeps_no_worse_head_drafting(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("truedraft.training.online.versions.written_whole", full)
+    monkeypatch.setattr("truedraft.training.online.student.written_whole", full)
     student._promote(worse) if promotes else student._roll_back(student.origin)
     ask(engine, prompts(0, 1))
     assert drafter.head is (worse if promotes else student.origin).module and student.served.module is drafter.head

@@ -16,8 +16,7 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.training.loop import Callbacks
 from truedraft.training.texts import answer_writer
-from truedraft.training.texts.answer_writer import ThreadTrial, Watch, WritingConfig, hidden_of, write_answers
-from truedraft.training.texts.answered import Writing
+from truedraft.training.texts.answer_writer import ThreadTrial, Watch, Writing, WritingConfig, hidden_of, write_answers
 from truedraft.training.workspace import TimeBudget
 
 CONFIG = WritingConfig(answer_tokens=12, temperatures=(0.0, 1.0), batch=3, seed=5)

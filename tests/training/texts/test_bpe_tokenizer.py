@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipes.common import END_OF_TEXT
 
-from truedraft.training.texts.tokenizer import load_tokenizer, save_tokenizer
+from truedraft.training.texts.data import load_tokenizer, save_tokenizer
 
 HARD = [
     "",

@@ -12,10 +12,9 @@ import pytest
 
 from truedraft.errors import DataError
 from truedraft.training import drafts, heads, ngrams
-from truedraft.training.texts.answered import Source
-from truedraft.training.texts.data import read_data, read_texts
+from truedraft.training.texts.answer_writer import Source
+from truedraft.training.texts.data import read_data, read_texts, save_tokenizer
 from truedraft.training.texts.prompts import PromptCounts
-from truedraft.training.texts.tokenizer import save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool begins') }}{% endif %}"

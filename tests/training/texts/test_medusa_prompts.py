@@ -9,6 +9,7 @@ import pytest
 from truedraft.errors import DataError
 from truedraft.models.embedded import heldout_prompts_file
 from truedraft.training.texts import prompts
+from truedraft.training.texts.data import load_tokenizer
 from truedraft.training.texts.prompts import (
     PromptCounts,
     cut_prompts,
@@ -17,7 +18,6 @@ from truedraft.training.texts.prompts import (
     split_prompts,
     standard_library_prompts,
 )
-from truedraft.training.texts.tokenizer import load_tokenizer
 
 TEXT = "".join(f"x{number} = add(left, {number})\n" for number in range(300))
 

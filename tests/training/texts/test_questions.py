@@ -12,8 +12,7 @@ from truedraft import load_model
 from truedraft.errors import DataError
 from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.texts import answer_writer
-from truedraft.training.texts.answer_writer import Watch
-from truedraft.training.texts.answered import ASKED, ask_itself, distinct, opening_of
+from truedraft.training.texts.answer_writer import ASKED, Watch, ask_itself, distinct, opening_of
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"

@@ -29,8 +29,7 @@ class Allowance:
         return min(self.log_ratio * penalty_factor(params) / (1.0 if params.greedy else params.temperature), FAR)
 
 
-FAR = 300.0
-"""Largest log ratio; more would overflow, and from here on there is no evidence."""
+FAR = 300.0  # largest log ratio; more would overflow, and from here on there is no evidence
 EXACT = Allowance(0.0, 0.0, "nothing is rounded")
 
 
@@ -45,9 +44,7 @@ def judging_logits(model: LanguageModel, texts: Sequence[tuple[Sequence[int], Se
 
 
 def measured_allowance(
-    judge: LanguageModel,
-    rounded: LanguageModel | None,
-    answered: Sequence[tuple[Question, Reply]],
+    judge: LanguageModel, rounded: LanguageModel | None, answered: Sequence[tuple[Question, Reply]]
 ) -> tuple[Allowance, Tensor | None]:
     """Measure how far an engine's kernels may move log-probabilities, from a few greedy answers.
 
@@ -124,8 +121,7 @@ def _rounding(
 
 
 _MARGIN = 1.5
-_FINEST = 1e-4
-"""The least effect of other kernels in float32."""
+_FINEST = 1e-4  # the least effect of other kernels in float32
 _UNMEASURED = {torch.float64: 0.01, torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Rounding by dtype where it cannot be measured: two to three times what we observed."""
 _SPREAD = 2.5
@@ -141,8 +137,7 @@ def _most(differences: Tensor) -> float:
     return float(differences.quantile(_QUANTILE))
 
 
-_NUCLEUS = 1e-6
-"""Largest error of a sum of float64 probabilities that came from float32 logits."""
+_NUCLEUS = 1e-6  # largest error of a sum of float64 probabilities that came from float32 logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +255,6 @@ _CUT = ("length", "abort", "aborted", "cancelled", "content_filter", "error", "t
 """Finish reasons of answers that did not end by themselves; engines use various names for an end of text."""
 
 
-# ---------------------------------------------------------------------------------------- filters and their edges
-
-
 @dataclass(frozen=True, slots=True)
 class Filtered:
     """Filtered distributions and the effect of rounding on them."""
@@ -326,8 +318,7 @@ def _gain(logits: Tensor, params: SamplingParams, doubtful: Tensor, within: Tens
 
 
 LEAST_SURE = 0.5
-_Edge = tuple[Tensor, Tensor, Tensor]
-"""Tokens that are kept, that may be kept, and that surely are."""
+_Edge = tuple[Tensor, Tensor, Tensor]  # tokens that are kept, that may be kept, and that surely are
 
 
 def _top_k(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:
@@ -370,8 +361,7 @@ def _nucleus(probs: Tensor, p: float, off: float, count: int) -> _Edge | None:
     return nothing.scatter(-1, order, kept), nothing.scatter(-1, order, may), nothing.scatter(-1, order, surely)
 
 
-_FIRST = 4096
-"""Tokens that are sorted at first: a vocabulary may be forty times as large."""
+_FIRST = 4096  # tokens that are sorted at first: a vocabulary may be forty times as large
 
 
 def _min_p(scores: Tensor, params: SamplingParams, off: float) -> _Edge | None:

@@ -62,11 +62,7 @@ class Sampler:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Sampler:
-        """Read the parameters of a function.
-
-        Raises:
-            OptionError: the function does not have the interface; the message lists possible parameters.
-        """
+        """Read the parameters of a function; OptionError lists what a sampler may take."""
         if not callable(function):
             raise _refused(name, f"is a {type(function).__name__}; name a function")
         try:
@@ -86,8 +82,7 @@ class Sampler:
     def emit(self, rows: Rows, seed: int) -> Tensor:
         """The tokens `[batch, k + 1]`, int64, padded with -1, that the sampler emits with the random numbers of a seed.
 
-        Raises:
-            OptionError: it failed, or returned something else.
+        Raises OptionError if it failed, or returned something else.
         """
         arguments = {name: _ARGUMENTS[name](rows, seed) for name in self.parameters}
         with _seeded(seed):
@@ -117,8 +112,7 @@ class Sampler:
 def load_sampler(spec: str) -> Sampler:
     """The sampler `MODULE:FUNCTION`; the module is importable, or in the working directory.
 
-    Raises:
-        OptionError: no such module or function, or one that is no sampler.
+    Raises OptionError if there is none, or it is no sampler.
     """
     return Sampler.of(load_function("sampler", spec), spec)
 

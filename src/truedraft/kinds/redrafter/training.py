@@ -23,8 +23,7 @@ from truedraft.measure import BUDGETS, TREE_TEMPERATURES
 from truedraft.options import check_share, check_whole
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig, HeldOutAccuracy
-from truedraft.training.losses import DistillationLoss, loss_from_spec
-from truedraft.training.targets import KEPT_BYTES, DistillationTarget, keep_target
+from truedraft.training.losses import KEPT_BYTES, DistillationLoss, DistillationTarget, keep_target, loss_from_spec
 from truedraft.training.texts.self_distillation import text_tokens
 
 if TYPE_CHECKING:

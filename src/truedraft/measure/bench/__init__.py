@@ -1,82 +1,43 @@
 """Benchmarks one can believe: systems under test, paired runs, tables, plots, one JSON line last."""
 
-from truedraft.measure.bench.answers import (
-    AnsweredPrompt,
-    Difference,
-    VocabularyCost,
-    answered_prompts,
-    find_difference,
-    vocabulary_costs,
-)
-from truedraft.measure.bench.breakdown import CurveCosts
-from truedraft.measure.bench.costs import PARTS, MachineCosts, measure_costs
-from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
-from truedraft.measure.bench.record import Circumstances, bench_record
-from truedraft.measure.bench.report import OutputFolder
-from truedraft.measure.bench.runs import (
-    Failure,
-    Group,
-    Results,
-    Row,
-    System,
-    SystemOutput,
-    grouped,
-    run_all,
-    time_without_core,
-)
-from truedraft.measure.bench.suite import ENTROPY, PLAIN, OurEngine, Suite, check_peers, load_suite
-from truedraft.measure.bench.summary import (
-    Ratio,
-    Summary,
-    differing_answers,
-    empty_answers,
-    shown,
-    summarise,
-    unsettled_steps,
-)
-from truedraft.measure.bench.tables import all_tables, decisions_table
-from truedraft.measure.bench.trees import drafted_trees
-
-__all__ = [
-    "ENTROPY",
-    "PARTS",
-    "PLAIN",
-    "AnsweredPrompt",
-    "Circumstances",
-    "CurveCosts",
-    "Difference",
-    "Failure",
-    "Group",
-    "MachineCosts",
-    "OurEngine",
-    "OutputFolder",
-    "Ratio",
-    "Results",
-    "Row",
-    "Suite",
-    "Summary",
-    "System",
-    "SystemOutput",
-    "VocabularyCost",
-    "all_tables",
-    "answered_prompts",
-    "bench_record",
-    "check_peers",
-    "decisions_table",
-    "differing_answers",
-    "drafted_trees",
-    "empty_answers",
-    "find_difference",
-    "grouped",
-    "is_question_file",
-    "load_suite",
-    "measure_costs",
-    "read_questions",
-    "run_all",
-    "shown",
-    "spread",
-    "summarise",
-    "time_without_core",
-    "unsettled_steps",
-    "vocabulary_costs",
-]
+from truedraft.measure.bench.answers import AnsweredPrompt as AnsweredPrompt
+from truedraft.measure.bench.answers import Difference as Difference
+from truedraft.measure.bench.answers import VocabularyCost as VocabularyCost
+from truedraft.measure.bench.answers import answered_prompts as answered_prompts
+from truedraft.measure.bench.answers import find_difference as find_difference
+from truedraft.measure.bench.answers import vocabulary_costs as vocabulary_costs
+from truedraft.measure.bench.costs import PARTS as PARTS
+from truedraft.measure.bench.costs import MachineCosts as MachineCosts
+from truedraft.measure.bench.costs import measure_costs as measure_costs
+from truedraft.measure.bench.prompts import is_question_file as is_question_file
+from truedraft.measure.bench.prompts import read_questions as read_questions
+from truedraft.measure.bench.prompts import spread as spread
+from truedraft.measure.bench.report import Circumstances as Circumstances
+from truedraft.measure.bench.report import OutputFolder as OutputFolder
+from truedraft.measure.bench.report import all_tables as all_tables
+from truedraft.measure.bench.report import bench_record as bench_record
+from truedraft.measure.bench.report import decisions_table as decisions_table
+from truedraft.measure.bench.runs import CurveCosts as CurveCosts
+from truedraft.measure.bench.runs import Failure as Failure
+from truedraft.measure.bench.runs import Group as Group
+from truedraft.measure.bench.runs import Results as Results
+from truedraft.measure.bench.runs import Row as Row
+from truedraft.measure.bench.runs import System as System
+from truedraft.measure.bench.runs import SystemOutput as SystemOutput
+from truedraft.measure.bench.runs import grouped as grouped
+from truedraft.measure.bench.runs import run_all as run_all
+from truedraft.measure.bench.runs import time_without_core as time_without_core
+from truedraft.measure.bench.suite import ENTROPY as ENTROPY
+from truedraft.measure.bench.suite import PLAIN as PLAIN
+from truedraft.measure.bench.suite import OurEngine as OurEngine
+from truedraft.measure.bench.suite import Suite as Suite
+from truedraft.measure.bench.suite import check_peers as check_peers
+from truedraft.measure.bench.suite import load_suite as load_suite
+from truedraft.measure.bench.summary import Ratio as Ratio
+from truedraft.measure.bench.summary import Summary as Summary
+from truedraft.measure.bench.summary import differing_answers as differing_answers
+from truedraft.measure.bench.summary import drafted_trees as drafted_trees
+from truedraft.measure.bench.summary import empty_answers as empty_answers
+from truedraft.measure.bench.summary import shown as shown
+from truedraft.measure.bench.summary import summarise as summarise
+from truedraft.measure.bench.summary import unsettled_steps as unsettled_steps

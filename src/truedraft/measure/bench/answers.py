@@ -92,19 +92,13 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyCost:
-    """The acceptance of one draft with another tokenizer.
-
-    Attributes:
-        shared: the fraction of the target's ids that it can write.
-        unshared_mass: the target's probability of ids that the draft cannot write, mean over the places.
-        acceptance: sum min(p, q), mean over the places.
-    """
+    """The acceptance of one draft with another tokenizer."""
 
     drafter: str
-    shared: float
+    shared: float  # the fraction of the target's ids that it can write
     places: int
-    unshared_mass: float
-    acceptance: float
+    unshared_mass: float  # the target's probability of ids that the draft cannot write, mean over the places
+    acceptance: float  # sum min(p, q), mean over the places
 
     def describe(self) -> str:
         return (

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.theory import DraftCost, TargetCost
-from truedraft.engine.policy import drafter_cost, read_bandwidth, target_cost
+from truedraft.engine.policy import StepCosts, drafter_cost, read_bandwidth, target_cost
+from truedraft.engine.policy.sizes import outdated, sized
 from truedraft.errors import OptionError
-from truedraft.measure import Footprint, footprint_of, outdated
-from truedraft.measure.bench.breakdown import CurveCosts
+from truedraft.measure import Footprint, footprint_of
+from truedraft.measure.bench.runs import CurveCosts
 from truedraft.measure.bench.suite import Suite
-from truedraft.measure.bench.trees import size_trees
 from truedraft.models.base import LanguageModel
 from truedraft.progress import Progress
 
-PARTS = 100
-"""Progress units of one curve."""
+PARTS = 100  # progress units of one curve
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -76,8 +75,7 @@ def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, r
         progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
         refresh: measure even if stored curves exist.
 
-    Raises:
-        TruedraftError: a model or drafter failed.
+    Raises TruedraftError if a model or drafter failed.
     """
     measured = MachineCosts()
     progress(0, "reading memory")
@@ -122,3 +120,20 @@ def shown_points(target: TargetCost, context_length: int) -> list[dict[str, floa
         for rows in _SHOWN_ROWS
         if rows < context_length // 2
     ]
+
+
+def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
+    """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
+    engines with a controller that weighs costs.
+
+    Raises TruedraftError if target or drafter failed.
+    """
+    for each in suite.ours:
+        if each.engine.controller.weighs_costs:
+            continue
+        costs = StepCosts(suite.target, forwards=forwards, refresh=refresh)
+        drafter, budgets = sized(each.engine.drafter, suite.target, params, requests=suite.batch, costs=costs)
+        if budgets:
+            suite.redraft(each, drafter)
+            notes = [f"{each.title_of(name)}: {budget.describe()}" for name, budget in budgets.items()]
+            suite.notes += [*costs.warnings, *notes]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from truedraft.core.rank_tree import RankTree
 from truedraft.core.stats import PROBE
 from truedraft.engine.policy.decisions import PLAIN, Decisions
-from truedraft.measure.bench.summary import Summary
-from truedraft.measure.bench.trees import DraftedTree
+from truedraft.measure.bench.summary import DraftedTree, Summary
 from truedraft.pictures import COLOURS, GRID, line_chart, new_figure, save, write_title
 
 if TYPE_CHECKING:
@@ -110,8 +109,7 @@ def _acceptance(summaries: Sequence[Summary], under: str) -> Figure:
 def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) -> str:
     """Draw which drafter drafted how much in a system, and what was accepted; returns the plot's name without suffix.
 
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError if a file cannot be written.
     """
     name = _file_name("decisions", system)
     figure, upper = new_figure(5.4, panels=2)
@@ -153,8 +151,7 @@ def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
 
     Where trees are chosen at each step it is the counted tree of the same heads, and the plot says so.
 
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError if a file cannot be written.
     """
     name = _file_name("tree", drafted.system)
     nodes = f"{len(drafted.tree)} node{'s' if len(drafted.tree) > 1 else ''}"
@@ -173,8 +170,7 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
         tree: at least one node; with `survival` the nodes are coloured and sized by it.
         stem: path without suffix; its folder must exist.
 
-    Raises:
-        OSError: a file cannot be written.
+    Raises OSError if a file cannot be written.
     """
     places = _places(tree)
     leaves = len(tree.shape.leaves)

@@ -73,8 +73,7 @@ def is_question_file(path: Path) -> bool:
 def read_questions(path: Path) -> tuple[str, list[Question]]:
     """A set's name and questions, from a file or a folder with one; the test part where there are several parts.
 
-    Raises:
-        DataError: there is no such file, an ambiguous choice of files, or a broken one; names the line.
+    Raises DataError, with the line, if there is none, several may be meant, or it is broken.
     """
     file = _only_file(path) if path.is_dir() else path
     questions: list[Question] = []

@@ -1,23 +1,310 @@
-"""The folder of a benchmark: rows as they finish, then record, plots and the Markdown report."""
+"""What a benchmark says: tables, the JSON record, and a folder of rows, record, plots and the Markdown report."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from truedraft.engine.policy.decisions import NOT_ASKED
+from truedraft.core.stats import PROBE, Counters
+from truedraft.engine.policy.decisions import END, NOT_ASKED, Decisions
 from truedraft.errors import DataError
+from truedraft.measure.bench.answers import VocabularyCost
 from truedraft.measure.bench.plots import draw_all, draw_decisions, draw_drafted
-from truedraft.measure.bench.record import Circumstances
-from truedraft.measure.bench.runs import Row
-from truedraft.measure.bench.summary import Summary
-from truedraft.measure.bench.tables import TextTable, all_tables, decisions_table, tree_table
-from truedraft.measure.bench.trees import DraftedTree
+from truedraft.measure.bench.runs import Results, Row
+from truedraft.measure.bench.suite import PLAIN
+from truedraft.measure.bench.summary import DraftedTree, Ratio, Spread, Summary
+from truedraft.options import record_of
 from truedraft.pictures import check_drawing
+
+_MISSING = "-"
+_SHOWN_POSITIONS = 8
+_REASONS = {
+    "": "as set",
+    "pays": "it pays",
+    "plain": "no draft pays",
+    PROBE: "to learn",
+    END: "answer ends",
+    NOT_ASKED: "not asked",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table as text; headings may have a line break."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+Column = tuple[str, Callable[[Summary], str]]
+
+
+def all_tables(summaries: Sequence[Summary], circumstances: Circumstances) -> list[TextTable]:
+    """The tables of a report, in order; each begins with the meaning of a padded target's figures."""
+    corner = "" if circumstances.note is None else circumstances.note.partition(" (")[0].replace(", ", ",\n")
+    speeds = speed_table(summaries, circumstances.compares_tokens, circumstances.peers_agree)
+    tables = [speeds, divergence_table(summaries), time_table(summaries), acceptance_table(summaries)]
+    return [TextTable((corner, *table.headings[1:]), table.rows) for table in tables if table.rows]
+
+
+def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: bool = True) -> TextTable:
+    """The speed of each system, and whether it gave the tokens of plain decoding, where these are compared."""
+
+    def identical(summary: Summary) -> str:
+        compared = summary.ours or peers_agree
+        return f"{summary.identical_groups} of {summary.compared_groups}" if compared else _MISSING
+
+    columns: list[Column] = [
+        ("tokens/s", _speed),
+        _column("x plain", "speedup.mean"),
+        ("first\ntoken", lambda each: "-" if each.first_token_s is None else f"{each.first_token_s.median:.3f} s"),
+        ("target\ncalls", lambda each: _MISSING if each.target_calls is None else f"{each.target_calls:,}"),
+        _column("tokens\n/call", "mean_acceptance_length"),
+        _column("core-s\n/1,000", "cpu_s_per_1000_tokens", 1),
+    ]
+    return _table([*columns, ("identical", identical)] if must_agree else columns, summaries)
+
+
+def divergence_table(summaries: Sequence[Summary]) -> TextTable:
+    """The divergence caused by a lossy rule: means over its emitted tokens, for the systems that used one."""
+    columns = [
+        _column("total\nvariation", "counters.mean_total_variation", 3),
+        _column("KL,\nnats", "counters.mean_kl", 3),
+        _column("the same\nof greedy", "counters.mean_total_variation_greedy", 3),
+        _column("KL\nof greedy", "counters.mean_kl_greedy", 3),
+    ]
+    return _table(columns, [each for each in summaries if each.lossy])
+
+
+def time_table(summaries: Sequence[Summary]) -> TextTable:
+    """The time of decoding by part, and the predictions of the cost curves; plain decoding would predict itself."""
+    predicted, over = _column("", "predicted_speedup")[1], _column("", "measured_over_predicted")[1]
+    columns: list[Column] = [
+        ("predicted", lambda each: _MISSING if each.name == PLAIN else predicted(each)),
+        _column("decode\nx plain", "decode_speedup.mean"),
+        ("measured/\npredicted", lambda each: _MISSING if each.name == PLAIN else over(each)),
+        _column("target", "shares.target"),
+        _column("draft", "shares.draft"),
+        _column("host", "shares.host"),
+        _column("verify", "shares.verification", 3),
+        _column("MBU", "mbu"),
+    ]
+    return _table(columns, summaries)
+
+
+def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
+    """Acceptance rate of the k-th drafted token where it was reached, for systems that drafted."""
+    drafting = [each for each in summaries if each.acceptance_per_position]
+    longest = max((len(each.acceptance_per_position) for each in drafting), default=0)
+
+    def at(place: int) -> Column:
+        def cell(summary: Summary) -> str:
+            rates = summary.acceptance_per_position
+            return _number(rates[place] if place < len(rates) else None, 2)
+
+        return f"{'' if place else 'accepted'}\nat {place + 1}", cell
+
+    return _table([at(place) for place in range(min(longest, _SHOWN_POSITIONS))], drafting)
+
+
+def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
+    """Predicted and measured tokens per target call of each token tree."""
+    headings = ("", "nodes", "promised", "if\nindependent", "measured", "measured/\npromised")
+    rows = []
+    for each in trees:
+        numbers = (each.promised, each.product, each.measured, each.measured_over_promised)
+        rows.append((each.system, str(each.nodes), *(_number(number, 2) for number in numbers)))
+    return TextTable(headings, tuple(rows))
+
+
+def decisions_table(decisions: Decisions) -> TextTable:
+    """The decisions, their frequency, reasons and results; numbers are means per step and request."""
+    headings = ("", "steps", "share", "drafted", "accepted/\ndrafted", "tokens\nexpected", "tokens\nemitted", "time")
+    rows = []
+    for name, each in decisions.ordered.items():
+        means = (each.drafted_per_step, each.acceptance, each.expected_per_step, each.emitted_per_step)
+        numbers = (decisions.share(each), *means, decisions.time_share(each))
+        reasons = sorted(each.reasons, key=each.reasons.__getitem__, reverse=True)
+        why = ", ".join(_REASONS.get(reason, reason) for reason in reasons)
+        rows.append((name, f"{each.steps:,}", *(_number(number, 2) for number in numbers), why))
+    return TextTable((*headings, "why"), tuple(rows))
+
+
+def _column(heading: str, path: str, digits: int = 2) -> Column:
+    def cell(summary: Summary) -> str:
+        value: Any = summary
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        return _number(value, digits)
+
+    return heading, cell
+
+
+def _table(columns: Sequence[Column], summaries: Sequence[Summary]) -> TextTable:
+    names = ((each, f"{each.name} (lossy)" if each.lossy else each.name) for each in summaries)
+    rows = tuple((name, *(cell(each) for _, cell in columns)) for each, name in names)
+    return TextTable(("", *(heading for heading, _ in columns)), rows)
+
+
+def _speed(summary: Summary) -> str:
+    speed = summary.tokens_per_s
+    return f"{_three_digits(speed.median)} ({_three_digits(speed.low)}-{_three_digits(speed.high)})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _MISSING if value is None else f"{value:.{digits}f}"
+
+
+_SUMMARY = (
+    "name", "ours", "groups", "tokens", "target_calls", "mean_acceptance_length", "acceptance_per_position", "counters",
+    "predicted_speedup", "measured_over_predicted", "shares", "mbu", "cpu_s_per_1000_tokens", "empty_answers",
+    "unsettled_s",
+)  # fmt: skip
+_OF_A_ROW = (
+    "model", "pad_to", "weights", "note", "rule", "controller", "lossless", "dtype", "device", "threads", "batch",
+)  # fmt: skip
+_DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
+"""Distances of the distributions of emitted tokens from the target's, by `Counters`; None after a lossless rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """The conditions of a benchmark, with names as typed; its reports repeat them."""
+
+    model: str
+    note: str | None  # the meaning of a padded target's figures; None for an unpadded target
+    pad_to: str | None
+    weights: str | None
+    drafters: tuple[str, ...]
+    peers: tuple[str, ...]
+    rule: str
+    dtype: str
+    device: str
+    threads: int
+    fast_paths: tuple[str, ...]  # enabled in the target in addition to the plain forward
+    batch: int
+    prompt_set: str
+    prompts: int
+    runs: int  # answers of each system to each group
+    sampling: Mapping[str, Any]
+    must_agree: bool  # whether our engines must give the tokens of plain decoding
+    costs_kept: bool  # whether a cost curve is from an earlier run, and so from another state of the machine
+    bandwidth: float | None
+    weight_bytes: int | None
+    machine: Mapping[str, Any]
+    lossless: bool = True
+    controller: str = "goodput"
+
+    @property
+    def peers_agree(self) -> bool:
+        return (self.must_agree or not self.lossless) and not self.sampling.get("temperature", 0.0)
+
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether identity of our tokens is guaranteed, or only a lossy rule can break it."""
+        return self.must_agree or self.peers_agree
+
+    def line(self) -> str:
+        where = self.device if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        temperature = self.sampling.get("temperature", 0.0)
+        how, seed = f"temperature {temperature:g}" if temperature else "greedy", self.sampling.get("seed")
+        how += f", seed {seed}" if temperature and seed is not None else ""
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''} each"
+        model = self.model if self.pad_to is None else f"{self.model} padded to {self.pad_to}"
+        model += "" if self.weights is None else f" with {self.weights} weights"
+        prompts = f"{self.prompts} prompt{'s' if self.prompts > 1 else ''} of {self.prompt_set}"
+        rule = "" if self.lossless else f"lossy rule {self.rule}"
+        controller = f"controller {self.controller}" if self.drafters else ""
+        most = f"at most {self.sampling.get('max_tokens')} tokens"
+        parts = [self.dtype, where, f"batch {self.batch}", how, rule, controller, prompts, most, runs]
+        head = f"{model}, " if self.note is None else f"{model}: {self.note}; "
+        return head + ", ".join(filter(None, parts))
+
+    def of_a_row(self) -> dict[str, Any]:
+        return record_of(self, *_OF_A_ROW)
+
+
+def bench_record(
+    summaries: Sequence[Summary],
+    circumstances: Circumstances,
+    costs: Sequence[Mapping[str, float]],
+    results: Results,
+    differences: Sequence[str] = (),
+    trees: Sequence[DraftedTree] = (),
+    vocabularies: Sequence[VocabularyCost] = (),
+) -> dict[str, Any]:
+    """The record; `tokens_per_s` and `speedup` at the top are those of the first drafter that finished a row."""
+    ours = [each for each in summaries if each.ours]
+    speculative = [each for each in ours if each.name != PLAIN]
+    first = next(iter(speculative or ours), None)
+    return {
+        "command": "bench",
+        "tokens_per_s": None if first is None else first.tokens_per_s.median,
+        "speedup": None if first is None or first.speedup is None else first.speedup.mean,
+        "identical": _identical(ours, circumstances),
+        "differences": list(differences),
+        "interrupted": results.interrupted,
+        "failures": [failure.describe() for failure in results.failures],
+        "systems": [_summary_record(each, circumstances) for each in summaries],
+        "costs": [dict(point) for point in costs],
+        "trees": [tree.as_dict() for tree in trees],
+        "vocabularies": [record_of(each) for each in vocabularies],
+        **record_of(circumstances),
+    }
+
+
+def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
+    verdicts = [_all_identical(each) for each in ours if each.compared_groups and circumstances.must_agree]
+    return all(verdicts) if verdicts else None
+
+
+def _all_identical(summary: Summary) -> bool | None:
+    return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
+
+
+def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
+    must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
+    reported = must_agree or (summary.ours and circumstances.compares_tokens)
+    return {
+        **record_of(summary, *_SUMMARY),
+        "note": circumstances.note,
+        **_spread("tokens_per_s", summary.tokens_per_s),
+        **_spread("decode_tokens_per_s", summary.decode_tokens_per_s),
+        **_spread("first_token_s", summary.first_token_s),
+        "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
+        "speedup": None if summary.speedup is None else summary.speedup.mean,
+        "speedup_spread": _ratio(summary.speedup),
+        "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
+        "identical": _all_identical(summary) if must_agree else None,
+        "identical_groups": summary.identical_groups if reported else None,
+        "compared_groups": summary.compared_groups if reported else None,
+        "lossless": not summary.lossy if summary.ours else None,
+        "unsettled_steps": summary.unsettled,
+        "decisions": None if summary.decisions is None else summary.decisions.as_dict(),
+        **{name: getattr(summary.counters or Counters(), name) for name in _DIVERGENCES},
+    }
+
+
+def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
+    if spread is None:
+        return {name: None, f"{name}_quartiles": None}
+    return {name: spread.median, f"{name}_quartiles": [spread.low, spread.high]}
+
+
+def _ratio(ratio: Ratio | None) -> dict[str, float] | None:
+    if ratio is None:
+        return None
+    return {"min": ratio.low, "max": ratio.high, "share_faster": ratio.share_faster}
+
 
 _ROWS, _RECORD, _REPORT = "rows.jsonl", "record.json", "report.md"
 _LIBRARIES = ("truedraft", "torch", "transformers", "python")
@@ -77,9 +364,7 @@ steps with the plain steps that the same tokens would have needed; its interval 
 class OutputFolder:
     """The output folder of a benchmark. An earlier benchmark's rows stay until there is a new row.
 
-    Raises:
-        DataError: it cannot be made or written.
-        MissingExtraError: plots cannot be drawn here.
+    Raises DataError if it cannot be made, MissingExtraError if plots cannot be drawn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,8 +396,7 @@ class OutputFolder:
     def keep(self, row: Row, about: Mapping[str, Any] | None = None) -> None:
         """Write a finished row with the description of the run at once, so that no later failure loses it.
 
-        Raises:
-            DataError: the file cannot be written.
+        Raises DataError if it cannot be written.
         """
         try:
             if not self._begun:
@@ -132,11 +416,7 @@ class OutputFolder:
         record: Mapping[str, Any],
         trees: Sequence[DraftedTree] = (),
     ) -> Path:
-        """Write record, plots and report; returns the report's path.
-
-        Raises:
-            DataError: a file cannot be written.
-        """
+        """Write record, plots and report; returns the report's path; DataError if a file cannot be written."""
         bandwidth, n_bytes, under = circumstances.bandwidth, circumstances.weight_bytes, circumstances.line()
         limit_s = n_bytes / bandwidth if bandwidth and n_bytes else None
         report = self.folder / _REPORT
@@ -164,18 +444,14 @@ def markdown(
     decided: Sequence[tuple[Summary, str]] = (),
 ) -> str:
     """The report; `pictures` are names without suffix in its folder, as PNG and SVG."""
-    parts = [
-        "# Benchmark",
-        f"{circumstances.line()}.",
-        *map(_table, all_tables(summaries, circumstances)),
-    ]
+    parts = ["# Benchmark", f"{circumstances.line()}.", *map(_markdown_of, all_tables(summaries, circumstances))]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n\n{_CAPTIONS[name]}" for name in pictures]
     if decided:
         parts += ["## Decisions", _DECIDED.rstrip(), *(_decisions(*each) for each in decided)]
     if trees:
-        parts += ["## Token trees", _table(tree_table([tree for tree, _ in trees])), _PROMISE.rstrip()]
+        parts += ["## Token trees", _markdown_of(tree_table([tree for tree, _ in trees])), _PROMISE.rstrip()]
         parts += [f"- {tree.system}: promised on {tree.promised_on}" for tree, _ in trees if tree.promised_on]
         parts += [f"![The token tree of {tree.system}]({name}.svg)" for tree, name in trees]
     meanings = _MEANINGS + ("" if circumstances.lossless else _LOSSY)
@@ -194,14 +470,14 @@ def _decisions(summary: Summary, picture: str) -> str:
     speedup = summary.decisions.speedup()
     parts = [
         f"### {summary.name}",
-        _table(decisions_table(summary.decisions)),
+        _markdown_of(decisions_table(summary.decisions)),
         *([] if speedup is None else [f"{speedup.describe()}."]),
         f"![Who drafted, and what was accepted, while {summary.name} decoded]({picture}.svg)",
     ]
     return "\n\n".join(parts)
 
 
-def _table(table: TextTable) -> str:
+def _markdown_of(table: TextTable) -> str:
     in_a_line = (" ".join(heading.split("\n")).strip() for heading in table.headings)
     headings = tuple(heading.replace(" /", "/").replace("/ ", "/") for heading in in_a_line)
     rows = [headings, ("---", *("---:" for _ in headings[1:])), *table.rows]

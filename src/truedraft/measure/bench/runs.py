@@ -1,4 +1,7 @@
-"""Paired runs: every system answers every group of prompts, in rotating order, after a warm-up; one row per answer."""
+"""Paired runs: every system answers every group of prompts, in rotating order, after a warm-up; one row per answer.
+
+The time of decoding is compared by part with cost curves that were measured before.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,135 @@ from typing import Any, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, StepRecord
+from truedraft.core.sums import summed
+from truedraft.core.theory import DraftCost, TargetCost
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.errors import TruedraftError
-from truedraft.measure.bench.breakdown import Breakdown, CurveCosts, break_down
 from truedraft.options import record_of
 from truedraft.progress import Progress, unwatched
+
+_ROUNDING = 0.005  # of a share that is shown with two digits
+
+
+class CurveCosts:
+    """Costs of one engine's steps: V(rows, contexts) of its target, and each drafter's by name."""
+
+    def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
+        self._target = target
+        self._drafting = dict(drafting or {})
+        self._of_nodes: dict[tuple[str, int], float] = {}
+
+    def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
+        return self._target(rows, contexts)
+
+    def drafting_s(self, step: StepRecord) -> float:
+        """Seconds of drafting: as for one request's share, because a batch is drafted in common forwards."""
+        return sum(self._of(name, step) for name in self._drafting)
+
+    def _of(self, name: str, step: StepRecord) -> float:
+        levels = next((each.levels for each in step.drafting if each.drafter == name), None)
+        if levels is not None:
+            return self._drafting[name](levels)
+        nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
+        each = -(-sum(nodes) // max(1, len(nodes)))
+        if (name, each) not in self._of_nodes:
+            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
+        return self._of_nodes[name, each]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Sums over the settled decoding steps (without a part of a prompt), in seconds.
+
+    Attributes:
+        decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
+    """
+
+    steps: int = 0
+    requests: int = 0  # requests summed over steps: their target calls
+    rows: int = 0
+    nodes: int = 0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    forward_curve_s: float | None = None  # V(rows, contexts) of each step, by the curve; None without one
+    plain_curve_s: float | None = None  # V(one row a request, contexts)
+    drafting_curve_s: float | None = None  # the cost of each step's drafting
+    unsettled: int = 0  # decoding steps that were not settled, see `StepRecord.settled`; not in the sums
+    unsettled_s: float = 0.0
+
+    __add__ = summed
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Fractions of the time of decoding.
+
+    `target` (V) and `draft` are by the curves, `host` is the rest, with verification; these are None where the run was
+    faster than the curves, which were measured at another speed of the machine. The last three are as timed.
+    """
+
+    target: float | None
+    draft: float | None
+    host: float | None
+    verification: float
+    timed_target: float
+    timed_draft: float
+
+
+def known_share(share: float | None) -> float | None:
+    """A share of time or of memory bandwidth; None above 1, which no run can reach.
+
+    The reference was then of another speed of the machine, or the weights were in the processor's caches.
+    """
+    return None if share is None or share > 1.0 + _ROUNDING else share
+
+
+def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | None) -> Breakdown:
+    """Sum the decoding steps of one run; without curves the fields by the curve are None."""
+    decoding = [step for step in steps if step.settled and not step.prefill]
+    unsettled = [step for step in steps if not step.settled and not step.prefill]
+    unsettled_s = sum(step.total_s for step in unsettled)
+    curves = (
+        {}
+        if costs is None
+        else {
+            "forward_curve_s": sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
+            "plain_curve_s": sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
+            "drafting_curve_s": sum(costs.drafting_s(step) for step in decoding if step.nodes),
+        }
+    )
+    return Breakdown(
+        steps=len(decoding),
+        requests=sum(len(step.requests) for step in decoding),
+        rows=sum(step.rows for step in decoding),
+        nodes=sum(step.nodes for step in decoding),
+        decode_s=total_s - sum(step.total_s for step in steps if step.prefill) - unsettled_s,
+        draft_s=sum(step.draft_s for step in decoding),
+        target_s=sum(step.target_s for step in decoding),
+        verify_s=sum(step.verify_s for step in decoding),
+        unsettled=len(unsettled),
+        unsettled_s=unsettled_s,
+        **curves,
+    )
+
+
+def shares(breakdown: Breakdown) -> Shares | None:
+    """Fractions of decoding time; None where nothing was decoded."""
+    whole = breakdown.decode_s
+    if whole <= 0 or not breakdown.steps:
+        return None
+    target = draft = host = None
+    if breakdown.forward_curve_s is not None and breakdown.drafting_curve_s is not None:
+        target, draft = breakdown.forward_curve_s / whole, breakdown.drafting_curve_s / whole
+        if known_share(target + draft) is None:
+            target = draft = None
+        else:
+            host = max(1.0 - target - draft, 0.0)
+    timed = (seconds / whole for seconds in (breakdown.verify_s, breakdown.target_s, breakdown.draft_s))
+    return Shares(target, draft, host, *timed)
+
 
 T = TypeVar("T")
 _WARM_UP_TOKENS = 16
@@ -28,25 +155,17 @@ _WARM_UPS = 3  # of all groups, where steps were not settled: a shape is settled
 
 @dataclass(frozen=True, slots=True)
 class SystemOutput:
-    """A system's answers to a group of prompts; the last four fields are only of our engines.
-
-    Attributes:
-        first_token_s: None for a prompt without tokens.
-        prefill_s: seconds spent on prompts, including the first tokens.
-        forwards: of the target after the prefill; each serves all prompts of the group.
-        context_tokens: cached tokens read by those forwards, summed over forwards and prompts.
-        first_tokens: new tokens of a prompt from the prefill; several where that already verifies a draft.
-    """
+    """A system's answers to a group of prompts; the last four fields are only of our engines."""
 
     token_ids: tuple[tuple[int, ...], ...]
-    first_token_s: tuple[float | None, ...]
-    prefill_s: float
-    forwards: int
+    first_token_s: tuple[float | None, ...]  # None for a prompt without tokens
+    prefill_s: float  # seconds spent on prompts, including the first tokens
+    forwards: int  # of the target after the prefill; each serves all prompts of the group
     draft_forwards: int
-    context_tokens: int
+    context_tokens: int  # cached tokens read by those forwards, summed over forwards and prompts
     target_calls: int | None
     mean_acceptance_length: float | None
-    first_tokens: int = 1
+    first_tokens: int = 1  # new tokens of a prompt from the prefill; several where that already verifies a draft
     counters: Counters | None = None
     steps: Sequence[StepRecord] = field(default=(), repr=False)
     finish_reasons: tuple[str, ...] = ()
@@ -60,11 +179,7 @@ class System(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
-        """Answer prompts, given as token ids, together.
-
-        Raises:
-            TruedraftError: one of them could not be answered.
-        """
+        """Answer prompts, given as token ids, together; TruedraftError if one of them could not be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +313,7 @@ def run_all(
 
 
 def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs: CurveCosts | None = None) -> Row:
-    """Let one system answer one group, timed.
-
-    Raises:
-        TruedraftError: it failed.
-    """
+    """Let one system answer one group, timed; TruedraftError if it failed."""
     cpu, started = time.process_time(), time.perf_counter()
     output = system.answer(group.prompts, group.params)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu

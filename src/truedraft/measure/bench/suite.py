@@ -1,11 +1,16 @@
-"""The systems under test of a benchmark: one target, engines for it, peers on the same weights."""
+"""The systems under test: one target, engines for it, and Hugging Face's `generate` as a peer on the same weights."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters
@@ -15,20 +20,107 @@ from truedraft.engine import Engine, StepRecord
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError, UnknownOptionError
 from truedraft.machine import dtype_name, has_bfloat16
-from truedraft.measure.bench.generate import ASSISTED, generate_systems
 from truedraft.measure.bench.runs import System, SystemOutput
+from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, load_stock, lookup_way
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import load_model
 from truedraft.options import MachineOptions, ModelOptions, Words
 from truedraft.verification.specs import rule_from_spec
 
+ASSISTED = "transformers assisted"
+# The length of our draft's default, transformers' own adaptation, and its default behaviour.
+_SETTINGS = (
+    AssistedSetting("4 tokens", 4, "constant", 0.0),
+    AssistedSetting("heuristic from 5", 5, "heuristic", 0.0),
+    AssistedSetting("its defaults", 20, "constant", 0.4),
+)
+
+
+def generate_systems(
+    target: LanguageModel, loaded: ModelOptions, draft: LanguageModel | None, batch: int
+) -> tuple[list[System], str]:
+    """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
+
+    Returns:
+        The systems, and a sentence on systems left out; "" where there are none.
+
+    Raises ModelError if a model cannot be loaded a second time.
+    """
+    model = load_stock(loaded.model, target, loaded.pad_to)
+
+    ways, left_out = {"transformers": Way()}, ""
+    if batch > 1:
+        left_out = (
+            "transformers' assisted generation and prompt lookup take one prompt at a time, so they are left out at "
+            f"batch {batch}"
+        )
+    else:
+        ways["transformers lookup"] = lookup_way()
+        if draft is None:
+            left_out = "transformers' assisted generation is left out: no draft model is among the drafters"
+        else:
+            assistant = load_stock(draft.name, draft, None)
+            ways |= {f"{ASSISTED}, {setting.words}": assisted_way(assistant, setting) for setting in _SETTINGS}
+    return [GenerateSystem(name, Generate(model, target.eos_token_ids, way)) for name, way in ways.items()], left_out
+
+
+class GenerateSystem(System):
+    """One way of calling `generate`.
+
+    Target calls are counted by a hook, calls that verify a draft included. The first call of assisted generation
+    already verifies one, so its mean acceptance length includes it.
+    """
+
+    def __init__(self, name: str, engine: Generate) -> None:
+        self.name = name
+        self.engine = engine
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SystemOutput:
+        drafts, started = self.engine.way.drafts, time.perf_counter()
+        came: list[tuple[float, int]] = []  # seconds until tokens arrived, and how many for each prompt
+        with _counting(self.engine.model) as target, _counting(self.engine.way.assistant) as draft:
+            replies = self.engine.call(
+                prompts, params, lambda count: came.append((time.perf_counter() - started, count))
+            )
+        answers = tuple(reply.token_ids for reply in replies)
+        tokens = sum(map(len, answers))
+        first, first_tokens = came[0] if came else (None, 1)
+        later = max(len(target) - 1, 0)
+        judged = len(target) if drafts else later
+        emitted = tokens if drafts else tokens - len(answers)
+        return SystemOutput(
+            token_ids=answers,
+            first_token_s=(first,) * len(answers),
+            prefill_s=first or 0.0,
+            forwards=later,
+            draft_forwards=len(draft),
+            context_tokens=later * (sum(map(len, prompts)) + tokens // 2),  # answers grow from none to all tokens
+            target_calls=judged * len(answers) if drafts else emitted,
+            mean_acceptance_length=(emitted / judged if judged else 0.0) if drafts else 1.0,
+            first_tokens=first_tokens,
+        )
+
+
+@contextlib.contextmanager
+def _counting(model: Module | None) -> Iterator[list[None]]:
+    calls: list[None] = []
+
+    def count(*_: Any) -> None:
+        calls.append(None)
+
+    handle = None if model is None else model.register_forward_pre_hook(count)
+    try:
+        yield calls
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
 PLAIN = "plain"
-ENTROPY = 0
-"""Entropy of the measured engines, so that requests without a seed draw the same noise each time."""
+ENTROPY = 0  # entropy of the measured engines, so that requests without a seed draw the same noise each time
 _LEAST_BATCH = 32  # the engine's own limit; a larger batch raises it
 _NO_DRAFTER = "none"
-PEERS = ("transformers",)
-"""Names of other libraries that can be measured together with our engines."""
+PEERS = ("transformers",)  # names of other libraries that can be measured together with our engines
 
 
 class OurEngine(System):
@@ -76,6 +168,10 @@ class OurEngine(System):
         members = self.engine.drafter.members
         return sum(min(each.limits.depth, nodes[name]) for name, each in members.items() if each.model is not None)
 
+    def title_of(self, member: str) -> str:
+        """The name of a drafter in reports: the system's own where there is only one."""
+        return self.name if len(self.engine.drafter.members) == 1 else f"{self.name}: {member}"
+
     @property
     def draft_model(self) -> LanguageModel | None:
         drafting = [each for each in self.engine.drafter.members.values() if each.model is not None]
@@ -112,11 +208,7 @@ class Suite:
         return self.lossless and (params.greedy or params.seeded)
 
     def redraft(self, system: OurEngine, drafter: Drafter) -> None:
-        """Replace the drafter of one of our engines.
-
-        Raises:
-            CompositionError: the drafter does not fit.
-        """
+        """Replace the drafter of one of our engines; CompositionError if the drafter does not fit."""
         controller, room = controller_from_spec(self.controller), _room(self.batch)
         system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=room, entropy=ENTROPY)
 
@@ -138,8 +230,7 @@ def load_suite(
         drafters: as typed; "none" adds nothing to plain decoding, which is always measured.
         drafters_dir: further folders for "auto", and for kinds without a path.
 
-    Raises:
-        TruedraftError: something does not exist, cannot be loaded, or does not fit.
+    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, **model.of_target, **machine.of_models)
@@ -167,11 +258,7 @@ def load_suite(
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Refuse libraries that cannot be measured, before anything is loaded.
-
-    Raises:
-        UnknownOptionError: there is no such library; names the known ones.
-    """
+    """Refuse libraries that cannot be measured, before anything is loaded; UnknownOptionError names the known ones."""
     for name in names:
         if name not in PEERS:
             raise UnknownOptionError.nearest("peer", name, PEERS)

@@ -1,22 +1,25 @@
-"""Summaries of rows: medians and spread over prompts, and ratios paired by prompt."""
+"""Summaries of rows: medians and spread over prompts, ratios paired by prompt, and the lengths of token trees."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from truedraft.core.params import SamplingParams
+from truedraft.core.rank_tree import RankTree
 from truedraft.core.stats import Counters
-from truedraft.core.theory import predicted_speedup
+from truedraft.core.theory import expected_tokens_if_independent, predicted_speedup
 from truedraft.engine.policy.decisions import Decisions
-from truedraft.measure.bench.breakdown import Shares, known_share, shares
 from truedraft.measure.bench.costs import Memory
-from truedraft.measure.bench.runs import Row
-from truedraft.measure.bench.suite import PLAIN
+from truedraft.measure.bench.runs import Row, Shares, known_share, shares
+from truedraft.measure.bench.suite import PLAIN, Suite
+from truedraft.options import record_of
 
 _KILO = 1000
 _SHOWN_NAMES = 3
@@ -61,40 +64,32 @@ class Summary:
     """The results of one system.
 
     Attributes:
-        tokens: new tokens of one run of each group, as are `target_calls`, `counters` and `empty_answers`.
-        tokens_per_s: prefill included, as is `speedup`; the others are of tokens after it.
-        target_calls: None where they cannot be counted, as is `mean_acceptance_length`.
-        counters: None for a peer, as are `shares` and `decisions`.
-        speedup: over plain decoding; None without plain rows to pair with.
         predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
-        measured_over_predicted: the geometric mean over groups that have both.
         mbu: fraction of memory bandwidth used in decoding; None where unknown, or above 1, as with weights in caches.
-        identical_groups: groups with the tokens of plain decoding's first run in all runs.
-        unsettled: decoding steps of all runs, see `StepRecord.settled`.
     """
 
     name: str
     ours: bool
     groups: int
-    tokens: int
-    tokens_per_s: Spread
+    tokens: int  # new tokens of one run of each group, as are `target_calls`, `counters` and `empty_answers`
+    tokens_per_s: Spread  # prefill included, as is `speedup`; the others are of tokens after it
     decode_tokens_per_s: Spread
     first_token_s: Spread | None
-    target_calls: int | None
+    target_calls: int | None  # None where they cannot be counted, as is `mean_acceptance_length`
     mean_acceptance_length: float | None
-    counters: Counters | None
-    speedup: Ratio | None
+    counters: Counters | None  # None for a peer, as are `shares` and `decisions`
+    speedup: Ratio | None  # over plain decoding; None without plain rows to pair with
     decode_speedup: Ratio | None
     predicted_speedup: float | None
-    measured_over_predicted: float | None
+    measured_over_predicted: float | None  # the geometric mean over groups that have both
     shares: Shares | None
     mbu: float | None
     cpu_s_per_1000_tokens: float
-    identical_groups: int
+    identical_groups: int  # groups with the tokens of plain decoding's first run in all runs
     compared_groups: int
     empty_answers: tuple[str, ...] = ()
     decisions: Decisions | None = None
-    unsettled: int = 0
+    unsettled: int = 0  # decoding steps of all runs, see `StepRecord.settled`
     unsettled_s: float = 0.0
 
     @property
@@ -271,3 +266,76 @@ def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
     if memory.draft is not None:
         read += sum(memory.draft.read(row.output.draft_forwards, 0) for row in rows)
     return known_share(read / seconds / memory.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTrees:
+    """Trees that are chosen at each step, with the tokens per target call predicted by replay, if there was one."""
+
+    nodes: int
+    promised: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedTree:
+    """A system's trees, with predicted and measured tokens per target call."""
+
+    system: str
+    tree: RankTree  # with `survival` where it was counted; for `chosen` trees the counted one of the same heads
+    measured: float | None
+    product: float | None = None
+    chosen: ChosenTrees | None = None  # the trees drafted instead of `tree`, if they are chosen at each step
+    promised_on: str = ""  # the text of the prediction; `measured` is on the benchmark's own
+
+    @property
+    def nodes(self) -> int:
+        return len(self.tree) if self.chosen is None else self.chosen.nodes
+
+    @property
+    def counted(self) -> float | None:
+        return None if math.isnan(self.tree.expected_tokens) else self.tree.expected_tokens
+
+    @property
+    def promised(self) -> float | None:
+        return self.counted if self.chosen is None else self.chosen.promised
+
+    @property
+    def measured_over_promised(self) -> float | None:
+        return None if self.measured is None or self.promised is None else self.measured / self.promised
+
+    def describe(self) -> str:
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
+        trees = f"a tree of {nodes}" if self.chosen is None else f"trees of {nodes}, chosen at each step"
+        on = f" (on {self.promised_on})" if self.promised_on else ""
+        numbers = (
+            (self.promised, f"promised {{:.2f}} tokens per target call{on}"),
+            (None if self.chosen is None else self.counted, "{:.2f} by the counted tree"),
+            (self.product, "{:.2f} if heads erred independently"),
+            (self.measured, "measured {:.2f}"),
+            (self.measured_over_promised, "{:.2f} of what was promised"),
+        )
+        parts = [words.format(number) for number, words in numbers if number is not None]
+        return ", ".join([f"{self.system}: {trees}", *parts])
+
+    def as_dict(self) -> dict[str, Any]:
+        numbers = ("nodes", "promised", "promised_on", "counted", "product", "measured", "measured_over_promised")
+        kind = "fixed" if self.chosen is None else "likeliest"
+        return {"trees": kind} | record_of(self, "system", *numbers, "tree")
+
+
+def drafted_trees(suite: Suite, measured: Mapping[str, float | None], params: SamplingParams) -> list[DraftedTree]:
+    """The trees of our drafters that draft by ranks; `measured` has the mean acceptance length of each engine."""
+    found = []
+    drafting = [(each, *member) for each in suite.ours for member in each.engine.drafter.members.items()]
+    for system, name, member in drafting:
+        title = system.title_of(name)
+        facts = None if member.trees is None else member.trees.tree_facts(params)
+        if facts is None:
+            continue
+        counted = facts.accuracy is not None and bool(facts.tree.survival)
+        product = expected_tokens_if_independent(facts.tree.paths, facts.accuracy or ()) if counted else None
+        tokens = None if facts.curve is None else facts.curve.tokens(facts.nodes)
+        chosen = None if facts.fixed else ChosenTrees(facts.nodes, tokens)
+        text = "" if facts.curve is None else facts.curve.measured_on
+        found.append(DraftedTree(title, facts.tree, measured.get(title), product, chosen, text))
+    return found

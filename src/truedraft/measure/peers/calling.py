@@ -21,10 +21,8 @@ from truedraft.errors import OptionError, PeerError, first_line
 if TYPE_CHECKING:
     import httpx2
 
-_QUOTED = 200
-"""Characters of a server's message that are shown."""
-_MOST_BYTES, _MOST_EVENT_BYTES = 128 << 20, 16 << 20
-"""Limits of an answer, and of one event of a stream."""
+_QUOTED = 200  # characters of a server's message that are shown
+_MOST_BYTES, _MOST_EVENT_BYTES = 128 << 20, 16 << 20  # limits of an answer, and of one event of a stream
 _CONNECTING_S = 20.0
 _LAST_PORT = 65_535
 _FIELDS = (b"", b"event", b"id", b"retry")
@@ -44,20 +42,14 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for a busy server.
-
-    Attributes:
-        first_s: the first wait, where the server names none; each further one is twice as long.
-        retries: of a request with a connection that closes before its answer is complete.
-        jitter: returns a number in [0, 1).
-    """
+    """How long to wait for a busy server."""
 
     total_s: float = 600.0
-    first_s: float = 1.0
+    first_s: float = 1.0  # the first wait, where the server names none; each further one is twice as long
     longest_s: float = 60.0
-    retries: int = 3
+    retries: int = 3  # of a request with a connection that closes before its answer is complete
     clock: Clock = time
-    jitter: Callable[[], float] = field(default=random.random)
+    jitter: Callable[[], float] = field(default=random.random)  # returns a number in [0, 1)
 
     def wait_s(self, attempt: int) -> float:
         longest = min(self.first_s * 2.0 ** min(attempt, 32), self.longest_s)
@@ -76,8 +68,7 @@ class Caller:
     Attributes:
         url: without /v1, user name and password.
 
-    Raises:
-        OptionError: the address or the key cannot be used.
+    Raises OptionError if the address or the key cannot be used.
     """
 
     def __init__(
@@ -122,19 +113,11 @@ class Caller:
         )
 
     def get(self, path: str) -> Mapping[str, Any]:
-        """The JSON at a path.
-
-        Raises:
-            PeerError: there is none; says why.
-        """
+        """The JSON at a path; PeerError says why there is none."""
         return self._json(self._answered("GET", path), path)
 
     def text(self, path: str) -> str:
-        """The text at a path.
-
-        Raises:
-            PeerError: there is none; says why.
-        """
+        """The text at a path; PeerError says why there is none."""
         found = self._answered("GET", path)
         if not 200 <= found.status < 300:
             self._json(found, path)  # raises the error
@@ -143,16 +126,14 @@ class Caller:
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
         """Send JSON and return the JSON of the answer; setting `over` cancels further attempts.
 
-        Raises:
-            PeerError: there is no answer; says why.
+        Raises PeerError if there is no answer.
         """
         return self._json(self._answered("POST", path, body, over), path)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
         """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
 
-        Raises:
-            PeerError: there is no stream, or it ends before [DONE]; says why.
+        Raises PeerError if there is no stream, or it ends before [DONE].
         """
         try:
             with self._opened("POST", path, body) as response:

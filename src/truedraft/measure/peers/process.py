@@ -21,8 +21,7 @@ _GIVEN = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop"
 def load_function(field: str, words: str) -> Callable[..., Any]:
     """The function `module:function`; the working directory is searched, too, and names after the colon may have dots.
 
-    Raises:
-        OptionError: for `field`: no such module or function, it cannot be called, or importing the module failed.
+    Raises OptionError for `field`: no such module or function, it cannot be called, or importing the module failed.
     """
     module, colon, name = words.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):

@@ -10,14 +10,30 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from truedraft.errors import PeerError
 from truedraft.measure.peers.asking import Question, Reply
-from truedraft.measure.peers.dialects import ReceivedAnswer
 from truedraft.text import REPLACEMENT, Tokenizer
 
 _BY_TEXT = "the server hides ids: these are of its text, and another split into tokens makes the same text"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedAnswer:
+    """A server's answer, as received; None is what it does not give."""
+
+    text: str | None
+    finish_reason: str  # in OpenAI's words, or one of the server's own
+    token_ids: tuple[int, ...] | None = None  # of the answer, including the one that ended it
+    names: tuple[str | int, ...] | None = None  # of its tokens, as in logprobs: their text, or their id as a number
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[Mapping[str | int, float], ...] | None = None  # the likeliest tokens by name, for each of `names`
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_count: int | None = None
+    count: int | None = None
+    model: str | None = None
 
 
 class Recovery:
@@ -30,10 +46,7 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab_size: int | None = None,
-        eos_token_ids: Collection[int] | None = None,
+        self, tokenizer: Tokenizer | None, vocab_size: int | None = None, eos_token_ids: Collection[int] | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.vocab_size if vocab_size is None and tokenizer is not None else vocab_size
@@ -43,8 +56,7 @@ class Recovery:
     def prompt_text(self, prompt: Sequence[int]) -> str:
         """The text of prompt ids, for a server that takes only text.
 
-        Raises:
-            PeerError: the text does not encode to the same ids.
+        Raises PeerError if that does not encode to the same ids.
         """
         if self._tokenizer is None:
             raise PeerError("this server takes only text, and there is no tokenizer to make some of token ids")
@@ -54,11 +66,7 @@ class Recovery:
         return text
 
     def reply(self, answer: ReceivedAnswer, question: Question) -> Reply:
-        """The server's answer, with token ids.
-
-        Raises:
-            PeerError: ids cannot be recovered, or contradict the rest of the answer.
-        """
+        """The server's answer, with token ids; PeerError if ids cannot be recovered, or contradict the rest of it."""
         self._check_prompt(answer, question)
         ids, unsure = self._ids(answer, question)
         logprobs = answer.logprobs
@@ -82,11 +90,7 @@ class Recovery:
         return len(ids) - (finish_reason == "stop" and bool(ids) and ids[-1] in ends)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Refuse ids outside the vocabulary.
-
-        Raises:
-            PeerError: names the first one.
-        """
+        """Refuse ids outside the vocabulary; PeerError names the first one."""
         size = self._vocab_size
         wrong = next((token for token in ids if token < 0 or (size is not None and token >= size)), None)
         if wrong is not None:

@@ -41,26 +41,20 @@ def vllm(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Te
 
     In the CPU build its kernels are C++ functions in place of Triton's, requested here as vLLM's engine does.
 
-    Raises:
-        MissingExtraError: vLLM is not installed.
+    Raises MissingExtraError without vLLM.
     """
     return _vllm(draft_tokens, draft_probs, target_logits)
 
 
 def vllm_ngram(draft_tokens: Tensor, target_logits: Tensor) -> Tensor:
-    """`vllm` as it is called for n-gram drafts: without the draft's probabilities.
-
-    Raises:
-        MissingExtraError: vLLM is not installed.
-    """
+    """`vllm` as it is called for n-gram drafts: without the draft's probabilities; MissingExtraError without vLLM."""
     return _vllm(draft_tokens, None, target_logits)
 
 
 def vllm_rule(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
     """Only vLLM's function `rejection_sample`, without the options that its `RejectionSampler` applies before it.
 
-    Raises:
-        MissingExtraError: vLLM is not installed.
+    Raises MissingExtraError without vLLM.
     """
     parts = _vllm_parts()
     drafts, logits = _vllm_drafts(parts, draft_tokens), target_logits.to(parts.device)
@@ -84,9 +78,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
     It does not use the draft's probabilities, because SGLang's drafts are the likeliest tokens, not samples. There is
     no version without CUDA; `sglang_formula` computes the same.
 
-    Raises:
-        MissingExtraError: `sgl_kernel` is not installed.
-        OptionError: no CUDA device.
+    Raises MissingExtraError without `sgl_kernel`, OptionError without a CUDA device.
     """
     try:
         from sgl_kernel import tree_speculative_sampling_target_only

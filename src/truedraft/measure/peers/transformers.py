@@ -36,8 +36,7 @@ _TAKES = (
 def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrainedModel:
     """One of our models as transformers runs it: same weights, dtype and device, its own attention.
 
-    Raises:
-        ModelError: the model cannot be loaded a second time.
+    Raises ModelError if it cannot be loaded a second time.
     """
     source = resolve_source(name)
     model = read_model(source, name, ours.dtype)
@@ -50,18 +49,12 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
 
 @dataclass(frozen=True, slots=True)
 class AssistedSetting:
-    """The number of tokens that transformers' assistant drafts.
-
-    Attributes:
-        tokens: drafted in a round, at the start.
-        schedule: "constant", or "heuristic": two more after full acceptance, else one fewer.
-        confidence: the assistant stops below this probability; 0 never stops.
-    """
+    """The number of tokens that transformers' assistant drafts."""
 
     words: str
-    tokens: int
-    schedule: str
-    confidence: float
+    tokens: int  # drafted in a round, at the start
+    schedule: str  # "constant", or "heuristic": two more after full acceptance, else one fewer
+    confidence: float  # the assistant stops below this probability; 0 never stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +159,7 @@ class Generate(Peer):
 
         `on_tokens` is called when new tokens arrive, with their number for each prompt; a draft may give several.
 
-        Raises:
-            PeerError: it failed.
+        Raises PeerError if it failed.
         """
         ids, mask = _left_padded(prompts, self.model.device)
         self.model.generation_config = self._configuration(params)

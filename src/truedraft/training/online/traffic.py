@@ -36,20 +36,17 @@ class Answered:
     """An answer, or the first part of one.
 
     Attributes:
-        tokens: `[tokens]`, int64.
-        vectors: `[tokens, width]`: the input of the target's LM head for each token.
         prompt: the end of the prompt; empty where the learning module reads no prompts.
         layers: by layer number, `[prompt + tokens - 1, width]`: outputs at each token of both but the last.
-        scores: of replays, by the numbers of the candidates.
     """
 
-    tokens: Tensor
-    vectors: Tensor
+    tokens: Tensor  # `[tokens]`, int64
+    vectors: Tensor  # `[tokens, width]`: the input of the target's LM head for each token
     since_s: float = 0.0
     prompt: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     layers: Mapping[int, Tensor] = field(default_factory=dict)
     number: int = 0
-    scores: dict[int, Score] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)  # of replays, by the numbers of the candidates
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -146,8 +143,7 @@ class Traffic:
             return sum(each.n_bytes for pool in (self.trained, self.held) for each in pool)
 
 
-Take: TypeAlias = Callable[[Hashable, Answered], None]
-"""Receives an answer, and the scope of its request."""
+Take: TypeAlias = Callable[[Hashable, Answered], None]  # receives an answer, and the scope of its request
 
 
 @dataclass(eq=False, slots=True)

@@ -1,17 +1,21 @@
 """Let a target write the text that heads are trained on (self-distillation, Medusa 2401.10774, section 2.3.2).
 
-The hidden states are kept as the engine samples from them, so no second pass over the text is needed.
+The hidden states are kept as the engine samples from them, so no second pass over the text is needed. Prompts come from
+data files and from itself: after the opening of a user's message an instruct model writes questions like its training
+data (Magpie, 2406.08464).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,22 +24,23 @@ from truedraft.core.params import SamplingParams
 from truedraft.drafters.base import Features, StepOutcome
 from truedraft.engine import Engine
 from truedraft.engine.request import Request
-from truedraft.errors import OptionError, TrainingError
+from truedraft.errors import DataError, OptionError, PromptError, TrainingError
 from truedraft.measure import StepWatcher, outputs_along
 from truedraft.models.base import LanguageModel
+from truedraft.text.tokenizer import Tokenizer
 from truedraft.training.loop import Callbacks, identity_of
 from truedraft.training.options import WritingOptions
-from truedraft.training.texts.prompts import prompts_hash
+from truedraft.training.texts.data import read_data, read_texts
+from truedraft.training.texts.prompts import prompts_hash, shuffled
 from truedraft.training.texts.self_distillation import AnswerFiles, SelfDistillationData, WrittenAnswer
-from truedraft.training.workspace import TimeBudget, duration
+from truedraft.training.workspace import WRITTEN, TimeBudget, duration
 
 _TRIED_STEPS = 25  # timed together
 _TRIED_ROUNDS = 3
 _LEAST_CUT = 16  # least tokens of an answer that is cut
 _PACED = 32  # steps before the remaining time is reported
 
-PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]
-"""A prompt, and the sampling parameters of its answer."""
+PromptToAnswer: TypeAlias = tuple[list[int], SamplingParams]  # a prompt, and the sampling parameters of its answer
 Elsewhere: TypeAlias = Callable[[Sequence[PromptToAnswer]], Iterator[tuple[list[int], bool]]]
 """Lets other machines answer prompts: yields in order the ids of each answer, and whether the target ended it."""
 
@@ -45,16 +50,13 @@ class WritingConfig(WritingOptions):
     """How a target writes.
 
     Attributes:
-        batch: answers written at once; affects only the speed.
-        seed: of the noise; answer i has its own noise, independent of what was written before.
         elsewhere: writes the answers; None writes them in this process.
 
-    Raises:
-        OptionError: a value out of its range.
+    Raises OptionError for a value out of its range.
     """
 
-    batch: int = 64
-    seed: int = 0
+    batch: int = 64  # answers written at once; affects only the speed
+    seed: int = 0  # of the noise; answer i has its own noise, independent of what was written before
     elsewhere: Elsewhere | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,19 +79,15 @@ class Watch:
     """Progress reports and the stopping time of a target's writing.
 
     Attributes:
-        what: the current work, as "writing text".
-        written: the kind of text, as "answers".
-        share: of the budget at which the writing ends.
-        begun: whether a training on the written text has begun, so that nothing is added.
         on_forecast: called once with an upper limit of the remaining seconds; None reports it as a note.
     """
 
-    what: str = "writing text"
-    written: str = "answers"
+    what: str = "writing text"  # the current work, as "writing text"
+    written: str = "answers"  # the kind of text, as "answers"
     callbacks: Callbacks = field(default_factory=Callbacks)
     budget: TimeBudget = field(default_factory=TimeBudget)
-    share: float = 1.0
-    begun: bool = False
+    share: float = 1.0  # of the budget at which the writing ends
+    begun: bool = False  # whether a training on the written text has begun, so that nothing is added
     on_forecast: Callable[[float], None] | None = None
 
     def over(self) -> bool:
@@ -128,9 +126,7 @@ def write_answers(
         width: entries of each vector that are kept; None keeps all that heads read, 0 none.
         least: answers written even if the time is up, with `least_tokens` each; None is one at each temperature.
 
-    Raises:
-        OptionError: the folder holds answers to other prompts, of another target, or of another configuration.
-        TrainingError: the target failed, or the files cannot be written.
+    Raises OptionError for a folder of other prompts, target or configuration, TrainingError if that fails.
     """
     about = identity_of(config, target=target.fingerprint, prompts_sha256=prompts_hash(prompts))
     about.pop("batch")
@@ -294,3 +290,144 @@ def _written(
 def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
     most = max(1, target.context_length - config.answer_tokens)
     return [list(prompt)[-most:] for prompt in prompts]
+
+
+SELF = Path("self")  # takes the place of a data file: the target writes the prompts
+ASKED = "questions"  # name of the files of questions
+LONGEST = 160  # most tokens of a question; longer ones rarely end
+_MARK = "\N{REPLACEMENT CHARACTER}"
+_SPARE = 1.4  # factor of questions: some have no end, or are duplicates
+_LEAST = 8  # characters
+_FEWEST = 16  # questions written even if the time is up
+_RUN, _ALIKE = 3, 0.7  # words of a run; share of runs that makes a near duplicate
+_ANSWERS = "answers"  # name of the files of the target's answers
+_QUESTIONS_WRITTEN = 0.25 * WRITTEN  # share of the time until which the target writes questions
+_SHORT = 0.95  # share of the requested prompts that counts as all
+
+
+@dataclass(frozen=True)
+class Source:
+    """The contents of the data files; `asks`: whether the target also writes prompts of its own."""
+
+    texts: Sequence[str]
+    prompts: Sequence[Sequence[int]]
+    held_out: Sequence[str]
+    asks: bool
+
+    @classmethod
+    def read(cls, data: Sequence[Path], held_out: Sequence[Path], tokenizer: Any) -> Source:
+        """Read all files; with `SELF` the target writes prompts. DataError for an unreadable file or no data."""
+        texts, prompts = read_data([path for path in data if path != SELF], tokenizer, empty=SELF in data)
+        return cls(texts, prompts, read_texts(held_out, tokenizer) if held_out else [], SELF in data)
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.asks or bool(self.prompts)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a target answers prompts: about `tokens`, until the share `WRITTEN` of the budget is spent.
+
+    `begun` is whether a training on the written text has begun, so that nothing is added.
+    """
+
+    tokens: int
+    how: WritingConfig
+    folder: Path
+    callbacks: Callbacks
+    budget: TimeBudget
+    begun: bool = False
+
+    def questions(self, model: LanguageModel, count: int) -> list[list[int]]:
+        """Questions that the target writes itself; none are added once answers are written."""
+        begun = self.begun or (self.budget.limited and (self.folder / f"{_ANSWERS}.json").is_file())
+        watch = Watch("asking", "questions", self.callbacks, self.budget, _QUESTIONS_WRITTEN, begun)
+        how = self.how
+        return ask_itself(model, count, self.folder, seed=how.seed + 2, watch=watch, elsewhere=how.elsewhere)
+
+    def answers(self, model: LanguageModel, prompts: Sequence[Sequence[int]], asks: bool) -> list[WrittenAnswer]:
+        """Answers to prompts and, with `asks`, to its own questions: the missing ones, at least half of all."""
+        count = -(-self.tokens // self.how.answer_tokens)
+        if asks:
+            prompts = [*prompts, *self.questions(model, max(count // 2, count - len(prompts)))]
+        prompts = shuffled(prompts, self.how.seed)[:count] if asks or self.budget.limited else prompts[:count]
+        if len(prompts) < _SHORT * count:
+            self.callbacks.on_note(f"there are {len(prompts):,} prompts, and {count:,} are asked for with --tokens")
+        watch = Watch(callbacks=self.callbacks, budget=self.budget, share=WRITTEN, begun=self.begun)
+        written = write_answers(model, prompts, self.folder, _ANSWERS, self.how, watch=watch, width=0)
+        if len(written.records) < len(prompts):
+            got = f"{len(written.tokens):,} of about {self.tokens:,} tokens"
+            self.callbacks.on_note(f"in the time given the target wrote {got}")
+        return written.records
+
+
+def names_of(data: Iterable[Path]) -> str:
+    """A description of data files and `SELF`."""
+    return ", ".join("questions of its own" if path == SELF else path.name for path in data)
+
+
+def opening_of(tokenizer: Tokenizer) -> list[int]:
+    """The ids before the text of a user's message; DataError without a chat template that keeps it unchanged."""
+    try:
+        before, mark, _ = tokenizer.conversation_text([{"role": "user", "content": _MARK}]).partition(_MARK)
+    except PromptError as error:
+        raise DataError(f"the model cannot ask itself: {error}; name prompts of your own with --data FILE") from error
+    if not mark:
+        raise DataError("the chat template does not write a user's message as it stands; name prompts of your own")
+    return list(map(int, tokenizer.backend.encode(before, add_special_tokens=False)))
+
+
+def ask_itself(
+    target: LanguageModel,
+    count: int,
+    folder: Path,
+    *,
+    seed: int = 0,
+    batch: int = 64,
+    watch: Watch | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> list[list[int]]:
+    """Let an instruct model write up to `count` questions, or resume; returns prompts in its chat template.
+
+    Raises DataError without a chat template, OptionError for a folder of another configuration, TrainingError if the
+    target or writing the files fails, or no question ended.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise DataError("the model has no tokenizer, and writes no questions without one")
+    written = write_answers(
+        target,
+        [opening_of(tokenizer)] * math.ceil(_SPARE * count),
+        folder,
+        ASKED,
+        WritingConfig(answer_tokens=LONGEST, temperatures=(1.0,), batch=batch, seed=seed, elsewhere=elsewhere),
+        watch=watch,
+        width=0,
+        least=_FEWEST,
+        least_tokens=LONGEST,  # a question without an end is not used
+    )
+    ended = (tokenizer.decode(record.answer[:-1]) for record in written.records if record.stopped)
+    found = distinct(ended)[:count]
+    if not found:
+        raise TrainingError(
+            f"{target.name} wrote no question: none of {len(written.records):,} had an end within {LONGEST} "
+            "tokens; name prompts of your own with --data FILE"
+        )
+    return [tokenizer.chat([{"role": "user", "content": text}]) for text in found]
+
+
+def distinct(questions: Iterable[str]) -> list[str]:
+    """Questions of more than a few characters without near duplicates, which share most trigrams of words."""
+    kept: list[str] = []
+    first: dict[tuple[str, ...], int] = {}  # the first question with a run
+    for text in map(str.strip, questions):
+        words = re.findall(r"\w+", text.lower())
+        runs = {tuple(words[place : place + _RUN]) for place in range(max(1, len(words) - _RUN + 1))}
+        shared = Counter(first[run] for run in runs if run in first)
+        if len(text) <= _LEAST or max(shared.values(), default=0) >= _ALIKE * len(runs):
+            continue
+        for run in runs:
+            first.setdefault(run, len(kept))
+        kept.append(text)
+    return kept

@@ -1,25 +1,168 @@
-"""Texts for training whole models: files, streams of ids on disk, and blocks of these."""
+"""Texts for training whole models: files, chats in them, streams of ids on disk, blocks of these, and the tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from truedraft.errors import DataError, MissingExtraError, TrainingError, first_line
+from truedraft.errors import DataError, MissingExtraError, ModelError, PromptError, TrainingError, first_line
 from truedraft.files import json_in, text_of, written_whole
-from truedraft.models.loading import quiet_transformers
+from truedraft.models.loading import load_config, quiet_transformers, resolve_source
+from truedraft.text.histories import HistoryForm
+from truedraft.text.notations import notation_of
+from truedraft.text.tokenizer import Tokenizer
+from truedraft.text.tokenizer import Tokenizer as ModelTokenizer
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
-from truedraft.training.texts.chats import FIELDS, ChatTexts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+"""Maps the role names of OpenAI's and ShareGPT's messages."""
+FIELDS = ("messages", "conversations")
+_Written = TypeVar("_Written")
+
+
+class ChatTexts:
+    """Formats chats with the chat template of a tokenizer from transformers; None refuses all chats."""
+
+    def __init__(self, backend: Any | None) -> None:
+        name = getattr(backend, "name_or_path", "") or "the model"
+        self._tokenizer = None if backend is None else Tokenizer(backend, name)
+
+    @cached_property
+    def _form(self) -> HistoryForm:
+        assert self._tokenizer is not None
+        return HistoryForm.of(self._tokenizer.conversation_text)
+
+    def text(self, record: Sequence[Any] | Mapping[str, Any], place: str) -> str:
+        """The text of a chat at `place`: messages, or an object with them as "messages" or "conversations".
+
+        The object may have "system" and "tools". DataError if it is no chat, or without a template that takes it.
+        """
+        return self._written(
+            record, place, lambda tokenizer, messages, tools: tokenizer.conversation_text(messages, tools)
+        )
+
+    def prompt(self, record: object, place: str) -> list[int] | None:
+        """Ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
+
+        "prompt" is a user's message where there is a chat template, otherwise a text to continue; or token ids.
+        DataError as in `text`, or for an empty or other prompt.
+        """
+        if isinstance(record, Mapping) and "prompt" in record and "text" not in record:
+            content = record["prompt"]
+            if content and isinstance(content, list) and all(type(token) is int for token in content):
+                return content
+            if not isinstance(content, str) or not content.strip():
+                raise DataError(f'{place}: "prompt" must be a text that is not empty, or a list of token ids')
+            if self._tokenizer is not None and not self._tokenizer.chat_template:
+                return self._tokenizer.encode(content)
+            record = [{"role": "user", "content": content}]
+        messages = _messages_of(record)
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
+        if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
+            return None
+        return self._written(record, place, lambda tokenizer, messages, tools: tokenizer.chat(messages, tools=tools))
+
+    def _written(
+        self,
+        record: Any,
+        place: str,
+        write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
+    ) -> _Written:
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise DataError(
+                f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
+                "has one"
+            )
+        more: Mapping[str, Any] = record if isinstance(record, Mapping) else {}
+        given = _messages_of(record)
+        if not isinstance(given, list) or not given:
+            raise DataError(f"{place}: the messages of a chat are a list of at least one, got {_shown(given)}")
+        try:
+            messages = [_message(turn, f"{place}, message {number}") for number, turn in enumerate(given, start=1)]
+            if isinstance(more.get("system"), str) and more["system"] and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": more["system"]})
+            tools = self._form.tools(_read(more.get("tools")) or ())
+            fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
+            return write(self._tokenizer, fitted, tools or None)
+        except DataError:
+            raise
+        except PromptError as error:
+            raise DataError(f"{place}: {error}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f'{place}: its tools or "tool_calls" are not in OpenAI\'s form ({error!r})') from error
+
+
+def _messages_of(record: Any) -> Any:
+    return next((record[name] for name in FIELDS if name in record), record) if isinstance(record, Mapping) else record
+
+
+def _message(turn: object, place: str) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise DataError(f'{place}: an object with "role" and "content", or "from" and "value", got {_shown(turn)}')
+    role = turn.get("role", turn.get("from"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{place}: the role {_shown(role)} is unknown; known: {', '.join(ROLES)}")
+    content = _content_of(turn.get("content", turn.get("value")), place)
+    if content is None and not turn.get("tool_calls"):
+        raise DataError(f'{place}: there is no "content" or "value" that is a text; add it')
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+    return {**kept, "role": ROLES[role], "content": content or ""}
+
+
+def _content_of(content: object, place: str) -> str | None:
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{place}: training reads text alone, and a part of the content is none; leave the chat out")
+    return "".join(map(str, texts))
+
+
+def _call(call: Any) -> Any:
+    function = call["function"] if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": _read(function.get("arguments"))}}
+
+
+def _read(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
 
 _HUB = "hf:"
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # in folders saved by `datasets`
@@ -36,8 +179,7 @@ def read_texts(paths: Iterable[Path], tokenizer: Any | None = None) -> list[str]
             that it saved or can read, or `hf:NAME` on the hub; after `#` its split, else "train".
         tokenizer: from transformers; its chat template formats chats. None refuses them.
 
-    Raises:
-        DataError: a file cannot be read, or an entry is neither; names it.
+    Raises DataError, which names it, if a file cannot be read or an entry is neither.
     """
     chats = ChatTexts(tokenizer)
     return _some([_text_of(*each, chats) for path in paths for each in _entries_of(path)])
@@ -259,3 +401,56 @@ class Curriculum:
             sequences_per_step=self.tokens_per_step // length,
             sequences_per_pass=max(1, min(self.tokens_per_pass, self.tokens_per_step) // length),
         )
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of an embedded name, a folder or a hub name; no remote code is run.
+
+    Where it has no end-of-text token, it gets the configuration's. Raises ModelNotFoundError for an unknown name,
+    ModelError without a tokenizer that can be used for training.
+    """
+    source, found = _load(folder)
+    if found.backend.eos_token_id is None:
+        found.backend.eos_token = _eos_of_config(source, found)
+    if found.backend.eos_token_id is None:
+        raise ModelError(
+            f"neither the tokenizer nor the configuration of {str(folder)!r} names an end-of-text token, which "
+            'separates the texts in training: add "eos_token" to its tokenizer_config.json'
+        )
+    return cast("PreTrainedTokenizerBase", found.backend)
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Write a model's tokenizer into a folder, without what training added; ModelError if there is none."""
+    save_tokenizer(cast("PreTrainedTokenizerBase", _load(source)[1].backend), folder)
+
+
+def _load(folder: str | Path) -> tuple[str, ModelTokenizer]:
+    name = str(folder)
+    source = name if Path(name).is_dir() else resolve_source(name)
+    found = ModelTokenizer.load(source)
+    if found is None:
+        raise ModelError(f"the model {name!r} has no tokenizer, and training on text needs one")
+    return source, found
+
+
+def _eos_of_config(source: str, tokenizer: ModelTokenizer) -> str | None:
+    """The end-of-text token in the model's configuration, the first where there are several; or None."""
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        return None
+    given = load_config(source, source, None).get_text_config().eos_token_id
+    first = given[0] if isinstance(given, list) and given else given
+    if not isinstance(first, int) or not 0 <= first < tokenizer.vocab_size:
+        return None
+    return cast("str | None", tokenizer.backend.convert_ids_to_tokens(first))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release and runtime supports
+        config.write_text(json.dumps(settings, indent=2) + "\n")

@@ -34,21 +34,17 @@ class PromptSets:
     """Prompts as token ids, in three parts that share no text.
 
     Attributes:
-        tree: for choosing trees and for measuring accuracy during training.
         text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
-        apart: approximate number of `train` that share no text; None is all of them.
-        source: a description of what the held-out prompts were cut from; empty where unknown.
 
-    Raises:
-        DataError: a part is empty.
+    Raises DataError if a part is empty.
     """
 
     train: Sequence[Sequence[int]]
-    tree: Sequence[Sequence[int]]
+    tree: Sequence[Sequence[int]]  # for choosing trees and for measuring accuracy during training
     test: Sequence[Sequence[int]]
     text: NDArray[np.uint32]
-    apart: int | None = None
-    source: str = ""
+    apart: int | None = None  # approximate number of `train` that share no text; None is all of them
+    source: str = ""  # a description of what the held-out prompts were cut from; empty where unknown
 
     @property
     def promised_on(self) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from truedraft.errors import DataError
 from truedraft.measure import Trace
 from truedraft.training.loop import Identity, refuse_another_run
 from truedraft.training.workspace import write_whole, writing
-
-if TYPE_CHECKING:
-    pass
 
 _BEGINNING = 48  # tokens
 _BYTES = 2  # of a bfloat16
@@ -190,15 +187,13 @@ class CollatedBatch:
 
     Attributes:
         hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
-        tokens: `[rows]`, int64: the token that was drawn from each.
         places: `[positions]`, int64, ascending: the rows at which heads guess, each followed by rows that they reach.
-        rows: `[rows]`: the rows of the text.
     """
 
     hidden: Tensor
-    tokens: Tensor
+    tokens: Tensor  # `[rows]`, int64: the token that was drawn from each
     places: Tensor
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # `[rows]`: the rows of the text
 
 
 @dataclass(frozen=True)
