@@ -99,8 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("drafter", "most", "controller"),
-    [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")],
+    ("drafter", "most", "controller"), [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")]
 )
 def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(
     drafter: str, most: int | None, controller: str | type[Goodput]

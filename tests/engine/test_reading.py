@@ -356,10 +356,7 @@ def test_on_a_device_parts_are_timed() -> None:
 # --------------------------------------------------------------------------------------------------- answers
 
 LENGTHS = (700, 20, 330, 256, 1, 515)
-OPTIONS = {
-    "greedy": SamplingParams(max_tokens=20),
-    "seeded": SamplingParams(max_tokens=20, temperature=0.8, seed=3),
-}
+OPTIONS = {"greedy": SamplingParams(max_tokens=20), "seeded": SamplingParams(max_tokens=20, temperature=0.8, seed=3)}
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "lookup": lambda: PromptLookup(min_ngram=1),

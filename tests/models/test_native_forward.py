@@ -466,9 +466,7 @@ def test_what_was_compiled_is_kept_until_the_source_changes(
 ) -> None:
     log = tmp_path / "log"
     compiler(
-        tmp_path / "logging",
-        f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"',
-        monkeypatch,
+        tmp_path / "logging", f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"', monkeypatch
     )
     assert answer(built(torch.float32)) == 7
     assert answer(again()) == 7
