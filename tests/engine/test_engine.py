@@ -343,16 +343,19 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
 
 
 @pytest.mark.plants_failures
-def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel) -> None:
+@pytest.mark.parametrize(
+    ("made", "said"), [(1, "coupled draws, which the rule cannot judge"), (0, "made 0 proposals for 1 requests")]
+)
+def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel, made: int, said: str) -> None:
     class Liar(ScriptedDrafter):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
             dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
-            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch]
+            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch[:made]]
 
     answer = Engine(target, Liar(lambda tokens: []), controller="fixed").generate(
         [3], SamplingParams(max_tokens=4, temperature=1.0)
     )
-    assert "coupled draws, which the rule cannot judge" in answer.warnings[0]
+    assert said in answer.warnings[0]
     assert answer.stats.draft_tokens == 0
 
 

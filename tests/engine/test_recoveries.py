@@ -58,7 +58,7 @@ def plain() -> list[list[int]]:
 
 
 @pytest.mark.plants_failures
-def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once() -> None:
+def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     drafter = Together(lambda tokens: [[5]], depth=1)
     answers, told = engine_told(Engine(MarkovModel.random(VOCAB, seed=1), drafter, controller="fixed"))
     assert [answer.token_ids for answer in answers] == plain()
@@ -67,6 +67,7 @@ def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once() 
     assert all(answer.stats.draft_tokens >= answer.stats.recoveries for answer in answers)  # alone it was answered
     assert len(told) == 1
     assert "drafter 'scripted' failed for 3 requests together (RuntimeError: out of place)" in told[0]
+    assert [record.message for record in caplog.records] == ["drafter 'scripted' failed (RuntimeError: out of place)"]
     assert all(answer.warnings == () for answer in answers)  # nothing happened to the answers
 
 
