@@ -6,7 +6,6 @@ import pytest
 
 from cli.tiny import tiny_tokenizer
 from truedraft import Engine, SamplingParams
-from truedraft.engine import Answer
 from truedraft.testing import MarkovModel, ScriptedDrafter
 from truedraft.text.tokenizer import Tokenizer
 
@@ -31,37 +30,22 @@ def follow(tokens: list[int], count: int) -> list[int]:
     return [CHAIN[(start + i) % 7] for i in range(count)]
 
 
-def ended(target: MarkovModel, depth: int) -> list[tuple[Answer, int]]:
-    """Answers that end by an end of text, a stop id and a stop text; and how many tokens ended each."""
+@pytest.mark.parametrize(("depth", "length"), [(0, 1.0), (6, 5.0)])
+def test_it_counts_what_came_up_to_the_end(target: MarkovModel, depth: int, length: float) -> None:
+    """Answers that end by an end of text, a stop id and a stop text of two tokens. Plain decoding has exactly one; a
+    call with right guesses gives all but the prompt's own token: five, and none behind the end."""
     drafter = ScriptedDrafter(lambda tokens: [follow(list(tokens), depth)], depth=depth) if depth else None
-    text = target.tokenizer.decode(follow(PROMPT, 6)[4:])  # the fifth and sixth token
-    ending = MarkovModel(target.probs, eos_token_ids=(follow(PROMPT, 6)[5],))
+    *_, fifth, last = follow(PROMPT, 6)
+    ending = MarkovModel(target.probs, eos_token_ids=(last,))
     ending.tokenizer = target.tokenizer
-    return [
-        (Engine(ending, drafter, controller="fixed").generate(PROMPT), 1),
-        (
-            Engine(target, drafter, controller="fixed").generate(
-                PROMPT, SamplingParams(stop_token_ids=(follow(PROMPT, 6)[5],))
-            ),
-            1,
-        ),
-        (Engine(target, drafter, controller="fixed").generate(PROMPT, SamplingParams(stop=(text,))), 2),
-    ]
-
-
-def test_plain_decoding_has_exactly_one_however_it_ends(target: MarkovModel) -> None:
-    for answer, behind in ended(target, depth=0):
+    text = SamplingParams(stop=(target.tokenizer.decode([fifth, last]),))
+    by_id = SamplingParams(stop_token_ids=(last,))
+    for model, params, behind in ((ending, SamplingParams(), 1), (target, by_id, 1), (target, text, 2)):
+        answer = Engine(model, drafter, controller="fixed").generate(PROMPT, params)
         stats = answer.stats
-        assert (answer.finish_reason, stats.stop_tokens) == ("stop", behind)
+        assert (answer.finish_reason, stats.stop_tokens, stats.mean_acceptance_length) == ("stop", behind, length)
         assert stats.prefill_tokens + stats.emitted_tokens == len(answer.token_ids) == 6 - behind
-        assert stats.mean_acceptance_length == 1.0
-
-
-def test_what_was_drafted_behind_the_end_is_not_counted(target: MarkovModel) -> None:
-    """The prompt's forward gives one token, a call with four right guesses all others: five, and none behind them."""
-    for answer, behind in ended(target, depth=6):
-        assert (answer.finish_reason, answer.stats.stop_tokens) == ("stop", behind)
-        assert (answer.stats.target_calls, answer.stats.mean_acceptance_length) == (1, 5.0)
+        assert stats.target_calls == (1 if depth else 5)
 
 
 def test_an_answer_that_ends_in_the_prompts_own_forward_has_no_call(target: MarkovModel) -> None:

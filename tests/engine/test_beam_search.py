@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from support.pairwise import by_turns, pairwise
 from support.tiny_models import PROMPTS, build, llama, noisy, packed, stock
@@ -110,15 +109,11 @@ def test_layers_that_carry_states_search_too(family: str) -> None:
         assert found.target_calls < plain.target_calls
 
 
-def _long_llama() -> PreTrainedModel:
-    sizes = llama()
-    sizes.max_position_embeddings = 1024
-    return build(sizes, seed=2)
-
-
 def test_long_prompts_are_read_in_parts() -> None:
     prompt = [(7 * place + 3) % 97 for place in range(700)]
-    long, other = (HuggingFaceModel(_long_llama(), None, name) for name in ("long", "other"))
+    long, other = (
+        HuggingFaceModel(build(llama(max_position_embeddings=1024), seed=2), None, name) for name in ("long", "other")
+    )
     plain = BeamSearch(long, num_beams=2).generate(prompt, 8)
     found = BeamSearch(long, other, num_beams=2).generate(prompt, 8)
     assert [beam.token_ids for beam in found.beams] == [beam.token_ids for beam in plain.beams]
@@ -135,10 +130,8 @@ def test_long_prompts_are_read_in_parts() -> None:
 def test_options_drafts_and_prompts_that_cannot_be_searched_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(OptionError, match=told):
         BeamSearch(packed("llama"), **options)
-    sizes = llama()
-    sizes.vocab_size = 50
     with pytest.raises(VocabularyMismatchError):
-        BeamSearch(packed("llama"), HuggingFaceModel(build(sizes, seed=0), None, "small"))
+        BeamSearch(packed("llama"), HuggingFaceModel(build(llama(vocab_size=50), seed=0), None, "small"))
     search = BeamSearch(packed("llama"), num_beams=2)
     for prompt, words in (([], "has no tokens"), ([1] * 256, "a context of 256"), ("text", "no tokenizer")):
         with pytest.raises(PromptError, match=words):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from models import test_encoder_decoder, test_recurrence
+from models import test_copied, test_encoder_decoder, test_recurrence
 from support import rare_families
 from support.answers import finished
 from support.head_models import MarkovWithHead, fitted_heads
@@ -99,8 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("drafter", "most", "controller"),
-    [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")],
+    ("drafter", "most", "controller"), [*CASES, ("portfolio", 40_000, Goodput), ("chain", None, "fixed")]
 )
 def test_no_step_holds_more_than_is_allowed_and_answers_are_those_of_plain_decoding(
     drafter: str, most: int | None, controller: str | type[Goodput]
@@ -265,24 +264,30 @@ def test_a_request_that_resumes_is_read_until_it_goes_on(tokens: int) -> None:
 def hold_to_a_budget(
     model: LanguageModel, prompts: list[list[int]], patch: pytest.MonkeyPatch, params: SamplingParams | None = None
 ) -> None:
-    """Requests of whom few fit are let in, wait, and give their room back; their answers are those without a limit."""
+    """Requests of whom few fit are let in, wait, and give their room back; their answers are those without a limit.
+
+    Plain ones, and drafted ones.
+    """
     params = replace(params or SamplingParams(), max_tokens=60, ignore_eos=True)
     patch.setattr(memory, "_AHEAD", 16)
     patch.setattr(memory, "_NEAR", 4)
     plain = Engine(model, prefix_cache_bytes=0).generate(prompts, params)
-    Engine(model, max_cache_bytes=1 << 40)  # learns what a token takes
     pool = model.pool
     assert pool is not None
-    begun, whole = pool.bytes_for_one(40), pool.bytes_for_one(max(map(len, prompts)) + params.max_tokens)
-    most = max(2 * begun, whole + begun // 2)
-    engine, running, used = Engine(model, max_cache_bytes=most), list[int](), list[int]()
-    engine.listeners.append(lambda _: running.append(len(engine._scheduler.running)))
-    engine.listeners.append(lambda _: used.append(engine.cache_bytes))
-    answers = engine.generate(prompts, params)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert 1 < max(running) < len(prompts) and max(used) <= most
-    assert engine.preemptions > 0 or whole == begun, "states alone do not grow"
-    assert (engine.check_idle(), pool.in_use, pool.lost) == ([], 0, 0)
+    for drafter in (None, "prompt-lookup,min_ngram=1"):
+        # It learns what a token takes, and how many are drafted.
+        Engine(model, drafter, controller="fixed", max_cache_bytes=1 << 40)
+        begun, whole = pool.bytes_for_one(40), pool.bytes_for_one(max(map(len, prompts)) + params.max_tokens)
+        most = max(2 * begun, whole + begun // 2)
+        engine = Engine(model, drafter, controller="fixed", max_cache_bytes=most)
+        running, used = list[int](), list[int]()
+        engine.listeners.append(lambda _: running.append(len(engine._scheduler.running)))  # noqa: B023
+        engine.listeners.append(lambda _: used.append(engine.cache_bytes))  # noqa: B023
+        answers = engine.generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+        assert 1 < max(running) < len(prompts) and max(used) <= most
+        assert engine.preemptions > 0 or whole == begun or drafter, "states alone do not grow"
+        assert (engine.check_idle(), pool.in_use, pool.lost) == ([], 0, 0)
 
 
 def texts(count: int) -> list[list[int]]:
@@ -302,6 +307,7 @@ FAMILIES: dict[str, Callable[[], LanguageModel]] = {
     "hybrid": lambda: test_recurrence.packed("lfm2"),
     "recurrent": lambda: test_recurrence.packed("mamba"),
     "encoder-decoder": lambda: test_encoder_decoder.target("t5"),
+    "copied": lambda: test_copied.copied("inkling_text"),
 }
 
 

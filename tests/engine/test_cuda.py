@@ -24,10 +24,7 @@ from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def on(device: str, family: str, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:

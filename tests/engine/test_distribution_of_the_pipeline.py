@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from support.backends import fused_backend, native_backend
 from support.broken_rules import AcceptsAlways, DrawsFromTarget, PassesByWeight
 from support.chi_square import p_value
-from support.tiny_models import build
+from support.tiny_models import build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.tree import chain_shape
@@ -38,6 +37,7 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
 
 VOCAB = 3
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_key_value_heads": 1}
 PROMPT = [1, 0, 2, 1]
 BATCH = 64
 ANSWERS, FEWER = 750 * BATCH, 188 * BATCH
@@ -49,19 +49,7 @@ def tiny_llama(
     seed: int, head_dim: int = 8, spread: float = 0.35, backend: BackendMaker = StockBackend
 ) -> LanguageModel:
     """One layer, three tokens."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        head_dim=head_dim,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = llama(**SIZES, head_dim=head_dim, num_hidden_layers=1, num_attention_heads=2)
     return HuggingFaceModel(build(config, seed, spread), None, f"llama-{seed}", backend)
 
 
@@ -241,9 +229,7 @@ def test_more_is_accepted_by_blocks_than_token_by_token() -> None:
 def test_sampled_answers_of_a_target_that_drafts_for_itself_follow_it(word: str, batches: int) -> None:
     """Two layers, of sizes that the native forward is for; a rule that lets the draft's distribution come through is
     caught by fewer answers."""
-    sizes = {"vocab_size": 3, "hidden_size": 16, "intermediate_size": 32, "head_dim": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    config = LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = llama(**SIZES, head_dim=32, num_attention_heads=1)
     target = HuggingFaceModel(build(config, 5, spread=0.25), None, "three tokens", native_backend)
     dist, rule = exact_dist(target).numpy(), SpeculativeSampling() if batches == 47 else AcceptsAlways()
     assert (dist > 0.001).sum() >= 12

@@ -11,8 +11,10 @@ import torch
 
 from support.answers import finished
 from support.fixed_noise import answers_of
+from support.markov import greedy
 from support.ngram_tables import table_of
 from support.parallel_drafting import beside
+from support.records import watched
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget, Decision, Hint, RequestView
 from truedraft.core.proposal import DrawKind, Proposal
@@ -26,13 +28,6 @@ from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
 VOCAB = 8
 
 
-def greedy_reference(model: MarkovModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model.probs_after(tokens).argmax()))
-    return tokens[len(prompt) :]
-
-
 @pytest.fixture
 def target() -> MarkovModel:
     return MarkovModel.random(VOCAB, seed=1)
@@ -40,7 +35,7 @@ def target() -> MarkovModel:
 
 def oracle(model: MarkovModel, depth: int = 4) -> ScriptedDrafter:
     """A drafter that is always right at temperature 0."""
-    return ScriptedDrafter(lambda tokens: [greedy_reference(model, list(tokens), depth)], depth=depth)
+    return ScriptedDrafter(lambda tokens: [greedy(model, list(tokens), depth)], depth=depth)
 
 
 DRAFTERS = {
@@ -65,7 +60,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
     answer = Engine(target, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=30))
-    assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
+    assert answer.token_ids == greedy(target, [3, 1, 4], 30)
     assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
 
 
@@ -92,15 +87,15 @@ def test_the_limits_end_inside_an_accepted_block(target: MarkovModel, drafter: D
     engine = Engine(target, drafter, controller="fixed")
     for count in (1, 2, 3, 5, 7):
         answer = engine.generate([3, 1], SamplingParams(max_tokens=count))
-        assert answer.token_ids == greedy_reference(target, [3, 1], count)
+        assert answer.token_ids == greedy(target, [3, 1], count)
         assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
     small = MarkovModel(target.probs, context_length=20)
     answer = Engine(small, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=100))
-    assert (answer.token_ids, answer.finish_reason) == (greedy_reference(target, [3, 1, 4], 17), "length")
+    assert (answer.token_ids, answer.finish_reason) == (greedy(target, [3, 1, 4], 17), "length")
 
 
 def test_stop_ids_and_end_of_text_end_the_answer_where_they_stand(target: MarkovModel, drafter: Drafter | None) -> None:
-    plain = greedy_reference(target, [3, 1, 4], 12)
+    plain = greedy(target, [3, 1, 4], 12)
     first = plain.index(plain[6])
     stopped = Engine(target, drafter, controller="fixed").generate(
         [3, 1, 4], SamplingParams(max_tokens=12, stop_token_ids=(plain[6],))
@@ -146,7 +141,7 @@ def test_the_target_as_its_own_draft_accepts_everything(target: MarkovModel) -> 
 
 
 def test_origins_tell_accepted_recovered_and_bonus_apart(target: MarkovModel) -> None:
-    right = greedy_reference(target, [3, 1], 3)
+    right = greedy(target, [3, 1], 3)
 
     def script(tokens: list[int]) -> list[list[int]]:
         if len(tokens) == 3:  # after the prefill's token: one right guess, then a wrong one
@@ -172,7 +167,7 @@ def test_budgets_are_obeyed_and_a_pause_leaves_no_stale_draft(target: MarkovMode
     for branching in ((1, 1, 1), (3, 2, 1)):
         engine = Engine(target, DraftModel(draft, branching=branching), controller=ScriptedController(pause))
         answer = engine.generate([3, 1, 4], SamplingParams(max_tokens=30))
-        assert answer.token_ids == greedy_reference(target, [3, 1, 4], 30)
+        assert answer.token_ids == greedy(target, [3, 1, 4], 30)
     # The target as its own draft shows staleness by lost acceptance.
     engine = Engine(target, DraftModel(target, 3), controller=ScriptedController(pause))
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=30)).stats.draft_acceptance_rate == 1.0
@@ -213,7 +208,7 @@ def test_bad_prompts_are_refused_with_one_sentence_and_fail_alone_in_a_list(targ
     answers = engine.generate([[3, 1], [99], [1.5], [2]], SamplingParams(max_tokens=5))  # type: ignore[list-item]
     assert [answer.finish_reason for answer in answers] == ["length", "error", "error", "length"]
     assert "99" in (answers[1].error or "")
-    assert answers[0].token_ids == greedy_reference(target, [3, 1], 5)
+    assert answers[0].token_ids == greedy(target, [3, 1], 5)
     assert engine.step() is False
 
 
@@ -224,7 +219,7 @@ def broken_after(target: MarkovModel, pair: tuple[int, int]) -> MarkovModel:
 
 
 def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, drafter: Drafter | None) -> None:
-    text = [3, 1, *greedy_reference(target, [3, 1], 12)]
+    text = [3, 1, *greedy(target, [3, 1], 12)]
     stop = next(i for i in range(4, 12) if text[i] not in text[2:i])
     broken = broken_after(target, (text[stop - 1], text[stop]))
     answer = Engine(broken, drafter, controller="fixed").generate(
@@ -254,10 +249,10 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
             if when == "end":
                 raise RuntimeError("no idea")
 
-    drafter = Broken(lambda tokens: [greedy_reference(target, list(tokens), 3)])
+    drafter = Broken(lambda tokens: [greedy(target, list(tokens), 3)])
     prompts = [[3, 1], [1, 1], [2, 5]]
     answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=15))
-    assert [answer.token_ids for answer in answers] == [greedy_reference(target, prompt, 15) for prompt in prompts]
+    assert [answer.token_ids for answer in answers] == [greedy(target, prompt, 15) for prompt in prompts]
     assert "no idea" in answers[1].warnings[0]
     if when in ("propose", "begin"):
         assert answers[0].warnings == answers[2].warnings == ()
@@ -273,8 +268,8 @@ def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -
     assert target.pool.in_use == 1
     (answer,) = finished(engine, [other])
     assert target.pool.in_use == 0
-    assert got == greedy_reference(target, [3, 1], len(got))
-    assert answer.token_ids == greedy_reference(target, [2, 5], 10)
+    assert got == greedy(target, [3, 1], len(got))
+    assert answer.token_ids == greedy(target, [2, 5], 10)
 
 
 def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
@@ -291,7 +286,7 @@ def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
     prompts = [[(i * i + 3) % VOCAB for i in range(length)] for length in (1, 255, 256, 257, 700)]
     engine = Engine(long, DraftModel(long, 2), controller="fixed", prefix_cache_bytes=0)  # for they begin alike
     answers = engine.generate(prompts, SamplingParams(max_tokens=9))
-    assert [a.token_ids for a in answers] == [greedy_reference(target, prompt, 9) for prompt in prompts]
+    assert [a.token_ids for a in answers] == [greedy(target, prompt, 9) for prompt in prompts]
     assert [a.stats.prefill_calls for a in answers] == [1, 1, 1, 2, 3]
     assert [a.stats.draft_acceptance_rate for a in answers] == [1.0] * 5
 
@@ -303,7 +298,7 @@ def test_requests_join_and_leave_between_steps(target: MarkovModel, drafter: Dra
         requests.append(engine.submit([number % VOCAB, 3], SamplingParams(max_tokens=3 + 2 * (number % 4))))
         engine.step()
     for number, answer in enumerate(finished(engine, requests)):
-        assert answer.token_ids == greedy_reference(target, [number % VOCAB, 3], 3 + 2 * (number % 4))
+        assert answer.token_ids == greedy(target, [number % VOCAB, 3], 3 + 2 * (number % 4))
     assert target.pool.in_use == 0
 
 
@@ -318,7 +313,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.generate([2, 5], SamplingParams(max_tokens=9))
     assert target.pool.in_use == 0
-    assert finished(engine, [short])[0].token_ids == greedy_reference(target, [3, 1], 3)
+    assert finished(engine, [short])[0].token_ids == greedy(target, [3, 1], 3)
     assert engine.step() is False
 
 
@@ -335,7 +330,7 @@ def test_two_engines_may_share_a_drafter(target: MarkovModel) -> None:
             if piece is not None:
                 assert piece.answer is None or piece.answer.warnings == ()
                 tokens.extend(piece.token_ids)
-    assert got == [greedy_reference(target, prompt, 20) for prompt in ([3, 1], [2, 5])]
+    assert got == [greedy(target, prompt, 20) for prompt in ([3, 1], [2, 5])]
     assert draft.pool.in_use == 0
 
 
@@ -348,16 +343,19 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
 
 
 @pytest.mark.plants_failures
-def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel) -> None:
+@pytest.mark.parametrize(
+    ("made", "said"), [(1, "coupled draws, which the rule cannot judge"), (0, "made 0 proposals for 1 requests")]
+)
+def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel, made: int, said: str) -> None:
     class Liar(ScriptedDrafter):
         def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
             dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
-            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch]
+            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch[:made]]
 
     answer = Engine(target, Liar(lambda tokens: []), controller="fixed").generate(
         [3], SamplingParams(max_tokens=4, temperature=1.0)
     )
-    assert "coupled draws, which the rule cannot judge" in answer.warnings[0]
+    assert said in answer.warnings[0]
     assert answer.stats.draft_tokens == 0
 
 
@@ -380,7 +378,7 @@ def test_a_controller_that_fails_costs_only_the_drafting(
     controller = ScriptedController([])
     controller.decide = decisions  # type: ignore[method-assign, assignment]
     answer = Engine(target, oracle(target), controller=controller).generate([3, 1], SamplingParams(max_tokens=6))
-    assert answer.token_ids == greedy_reference(target, [3, 1], 6)
+    assert answer.token_ids == greedy(target, [3, 1], 6)
     assert said in answer.warnings[0]
 
 
@@ -394,7 +392,7 @@ def test_a_controller_that_fails_for_one_request_goes_on_for_the_others(target: 
 
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (6, 7)]
     fine, bad = Engine(target, oracle(target), controller=Picky([Budget(2)])).generate([[3, 1], [3, 1]], params)
-    assert fine.token_ids == bad.token_ids == greedy_reference(target, [3, 1], 6)
+    assert fine.token_ids == bad.token_ids == greedy(target, [3, 1], 6)
     assert fine.stats.draft_tokens > 0 and fine.warnings == ()
     assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: not seven)" in bad.warnings[0]
 
@@ -444,8 +442,7 @@ class Resting(FixedBudget):
 def test_a_controller_that_rests_is_asked_and_told_of_every_fourth_step() -> None:
     controller = Resting()
     engine = Engine(MarkovModel.random(5, 1), ScriptedDrafter(lambda tokens: []), controller=controller)
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
+    records = watched(engine)
     engine.generate([[1, 2]], SamplingParams(max_tokens=14))
     decoding = [record for record in records if not record.prefill]
     assert len(decoding) == 13
@@ -496,8 +493,7 @@ class RestingWithDrafts(Resting):
 def test_a_decision_to_draft_that_is_kept_drafts_no_more_than_the_answer_has_left() -> None:
     target, controller = MarkovModel.random(5, 1), RestingWithDrafts()
     engine = Engine(target, oracle(target), controller=controller)
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
+    records = watched(engine)
     plain = Engine(target).generate([1, 2], SamplingParams(max_tokens=14))
     assert engine.generate([1, 2], SamplingParams(max_tokens=14)).token_ids == plain.token_ids
     # One token is the prompt's; each of the steps emits five but for the last, whose draft was cut to two.
@@ -554,10 +550,3 @@ def test_hints_that_fail_cost_no_answer(controller: str) -> None:
             "drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",
         )
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-
-
-def test_a_rest_is_broken_where_a_drafter_finds_something_else() -> None:
-    controller = Resting()
-    engine = Engine(MarkovModel.random(3, 1), PromptLookup(4, min_ngram=1), controller=controller)
-    engine.generate([[1, 2]], SamplingParams(max_tokens=25))
-    assert len(controller.asked) > 6, "24 steps, of which each fourth would be asked"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support.fixed_noise import answers_of
+from support.markov import greedy
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import probs as probs_module
@@ -169,10 +170,7 @@ SPOILS = {
 
 
 def greedy_text(model: MarkovModel, prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model.probs_after(tokens).argmax()))
-    return tokens
+    return [*prompt, *greedy(model, prompt, count)]
 
 
 @pytest.mark.parametrize("spoil", SPOILS)

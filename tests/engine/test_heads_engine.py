@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.candidate_schemes import candidates_scheme, proposal_after
 from support.head_models import (
     SHARPENED,
     MarkovWithEmbedding,
@@ -27,7 +26,7 @@ from support.head_models import (
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.noise import KeyedNoise, Noise
-from truedraft.core.proposal import Proposal
+from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, Medusa, Redrafter
 from truedraft.drafters.base import DraftRequest, StepOutcome
@@ -39,7 +38,7 @@ from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.testing import ScriptedController
 from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
-from truedraft.verification.exact import Prefix, distance, emitted_dist, target_dist
+from truedraft.verification.exact import PlannedDraw, Prefix, distance, emitted_dist, target_dist
 
 TREES = {
     "chain": RankTree(((0,), (0, 0), (0, 0, 0))),
@@ -94,6 +93,35 @@ GUESSING: dict[str, Callable[[MarkovWithEmbedding], Drafter]] = {
 
 
 # --- the distribution ---
+
+
+def proposal_after(drafter: Drafter, world: MarkovWithHead, before: Sequence[int]) -> Proposal:
+    """What is proposed when the last of some tokens was just drawn, for a sampled request."""
+    request = DraftRequest(0, SamplingParams(temperature=1.0), [0, *before])
+    drafter.begin(request)
+    vector = world.vector_after([0, *before][:-1])[None]
+    drafter.observe([request], [StepOutcome(Proposal.empty(), (), (0,), vector)])
+    return drafter.propose([request], [drafter.limits], [KeyedNoise(0, 0, 0)])[0]
+
+
+def candidates_scheme(world: MarkovWithHead, drafter: Drafter) -> Callable[[Prefix, Prefix], Sequence[PlannedDraw]]:
+    """The children that the drafter itself proposes at a node, as planned draws of one-hot distributions."""
+    drafter.check(world)
+
+    @cache
+    def proposed(before: Prefix) -> Proposal:
+        return proposal_after(drafter, world, before)
+
+    def scheme(prefix: Prefix, drafted: Prefix) -> list[PlannedDraw]:
+        tree = proposed(prefix[: len(prefix) - len(drafted)]).tree
+        row = 0
+        for token in drafted:
+            row = 1 + next(node for node in tree.shape.children[row] if tree.host_ids[node] == token)
+        eye = torch.eye(world.vocab_size, dtype=torch.float64)
+        children = tree.shape.children[row]
+        return [PlannedDraw(-1, eye[tree.host_ids[node]], DrawKind.DETERMINISTIC) for node in children]
+
+    return scheme
 
 
 def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:

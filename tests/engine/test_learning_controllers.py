@@ -23,13 +23,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.engine.policy import (
-    Budget,
-    Controller,
-    Decision,
-    RequestView,
-    StepRecord,
-)
+from truedraft.engine.policy import Budget, Controller, Decision, RequestView, StepRecord
 from truedraft.testing import MarkovModel
 
 VOCAB, LENGTH = 3, 4

@@ -57,6 +57,10 @@ def probs_on(target: MarkovModel, answer: Answer) -> list[torch.Tensor]:
     return [target.probs_after([*PROMPT, *answer.token_ids[:i]]) for i in range(len(answer.token_ids))]
 
 
+def engine_of(target: MarkovModel, rule: Rule, drafter: str = "tree") -> Engine:
+    return Engine(target, DRAFTERS[drafter](), rule, controller="fixed", entropy=5)
+
+
 def tokens_judged(answer: Answer) -> int:
     assert answer.stats.divergence is not None
     return answer.stats.divergence.tokens
@@ -86,7 +90,7 @@ def test_every_emitted_token_is_measured_once(
 def test_the_figures_of_a_greedy_answer_follow_from_its_tokens(target: MarkovModel, rule: Rule) -> None:
     """At temperature 0 the distributions are those at temperature 1: 1 - p(x) and -log p(x) of the tokens that came
     out."""
-    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS["greedy"])
+    answer = engine_of(target, rule).generate(PROMPT, OPTIONS["greedy"])
     probs = probs_on(target, answer)
     p_x = [float(dist[token]) for dist, token in zip(probs, answer.token_ids, strict=True)]
     largest = [float(dist.max()) for dist in probs]
@@ -108,10 +112,10 @@ def test_plain_decoding_under_lenience_is_exact_and_under_typical_acceptance_gre
 
 
 def test_tokens_behind_a_stop_count_nowhere(target: MarkovModel, rule: Rule) -> None:
-    full = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS["greedy"])
+    full = engine_of(target, rule).generate(PROMPT, OPTIONS["greedy"])
     for stop in range(VOCAB):
         params = SamplingParams(max_tokens=40, stop_token_ids=(stop,))
-        answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, params)
+        answer = engine_of(target, rule).generate(PROMPT, params)
         kept = full.token_ids.index(stop) if stop in full.token_ids else 40
         assert answer.token_ids == full.token_ids[:kept]
         assert tokens_judged(answer) == kept
@@ -145,9 +149,7 @@ def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | 
 
 def test_more_is_accepted_than_by_the_lossless_rule(target: MarkovModel) -> None:
     def length(rule: Rule, params: SamplingParams) -> float:
-        answers = Engine(target, DRAFTERS["chain"](), rule, controller="fixed", entropy=5).generate(
-            [[i, i] for i in range(8)], params
-        )
+        answers = engine_of(target, rule, "chain").generate([[i, i] for i in range(8)], params)
         return sum(each.stats.emitted_tokens for each in answers) / sum(each.stats.target_calls for each in answers)
 
     for params in OPTIONS.values():
@@ -160,14 +162,14 @@ def test_at_temperature_zero_top_k_does_not_narrow_the_distribution(target: Mark
     """With top-k 1 the distribution would be one-hot and nothing but the argmax could stay."""
     narrow = SamplingParams(max_tokens=40, top_k=1, top_p=0.1, min_p=1.0)
     for rule in RULES:
-        engine = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5)
+        engine = engine_of(target, rule)
         assert engine.generate(PROMPT, narrow).token_ids == engine.generate(PROMPT, OPTIONS["greedy"]).token_ids
 
 
 def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: MarkovModel, rule: Rule) -> None:
     """Under top-k 1 only the argmax has mass, so no rule can emit anything else."""
     params = SamplingParams(max_tokens=30, temperature=0.7, top_k=1)
-    answer = Engine(target, DRAFTERS["tree"](), rule, controller="fixed", entropy=5).generate(PROMPT, params)
+    answer = engine_of(target, rule).generate(PROMPT, params)
     assert answer.token_ids == Engine(target).generate(PROMPT, SamplingParams(max_tokens=30)).token_ids
     assert answer.stats.mean_total_variation == pytest.approx(0.0, abs=1e-12)
 

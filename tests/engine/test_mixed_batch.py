@@ -13,7 +13,7 @@ from support.fixed_noise import answers_of
 from support.head_models import random_heads, random_redrafter
 from support.letters import Letters
 from support.pairwise import some_of
-from support.tiny_models import VOCAB, build, llama
+from support.tiny_models import VOCAB, build, llama, with_noise
 from truedraft import Engine, SamplingParams
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
@@ -46,13 +46,7 @@ PROMPTS = [[(length * i * i + 7 * i + length) % VOCAB for i in range(length)] fo
 @cache
 def model(noise: float = 0.0) -> HuggingFaceModel:
     """A small Llama in bfloat16, where rows depend on their neighbours first; with noise, a draft for it."""
-    config = llama()
-    config.max_position_embeddings = 600
-    module = build(config, seed=2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for weight in module.parameters():
-            weight.data += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    module = with_noise(build(llama(max_position_embeddings=600), seed=2), noise)
     made = HuggingFaceModel(module.to(torch.bfloat16), None, f"llama+{noise}")
     if not noise:
         made.tokenizer = LETTERS  # type: ignore[assignment]

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import fixed_noise
 from support.backends import graph_backend
 from support.head_models import random_heads, random_redrafter
-from support.recorded_heads import RecordedMedusa, RecordedRedrafter
+from support.recorded_heads import RecordedMedusa, Waitless
 from support.tiny_models import PROMPTS, VOCAB, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
@@ -51,26 +50,6 @@ BATCHES = {
     "alone": [NUCLEUS],
 }
 PROMPT_IDS = [list(prompt) for prompt in PROMPTS]
-
-
-class Watch(TorchDispatchMode):
-    """Refuses operations that wait for a device, because their result's shape or value must be known."""
-
-    WAITS = frozenset(
-        {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal", "bincount"}
-    )
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name.removeprefix("aten::")
-        masked = name.startswith("index") and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool
-            for places in args
-            if isinstance(places, list | tuple)
-            for each in places
-        )
-        if name in self.WAITS or masked:
-            raise AssertionError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
 
 
 class Standin:
@@ -109,7 +88,7 @@ class Standin:
             self.fetches.append(0)
             self._in_step = True
             try:
-                with Watch():
+                with Waitless():
                     return run(step, *args)
             finally:
                 self._in_step = False
@@ -175,11 +154,6 @@ def recorded_likeliest(target: HuggingFaceModel) -> Medusa:
 def beams(target: HuggingFaceModel) -> Redrafter:
     """Beams of a recurrent head; drawn ones, as for coupled requests, are looked at once a level."""
     return Redrafter(random_redrafter(target, state=24, spread=0.5), beams=4, nodes=8, sampled=False)
-
-
-def recorded_beams(target: HuggingFaceModel) -> Redrafter:
-    """The same, replayed from recordings."""
-    return RecordedRedrafter(beams(target).head, beams=4, nodes=8, sampled=False)
 
 
 def told(answers: Sequence[Answer]) -> list[tuple[Any, ...]]:

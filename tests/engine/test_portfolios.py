@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import pytest
 import torch
 
+from engine.test_features import GUESSES, Watching
 from support.random_decisions import RandomDecisions
+from support.records import watched
 from support.tiny_models import packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
-from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup, StepOutcome
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
@@ -23,8 +23,6 @@ from truedraft.testing import MarkovModel, ScriptedDrafter
 
 VOCAB = 6
 PROMPTS = [[3, 1, 2], [0], [5, 5, 4, 1], [2, 2], [1, 4, 1, 4, 1], [3], [4, 0, 5], [1, 2, 3, 1, 2, 3]]
-GUESSES = [[1, 2], [3], [1, 4, 5]]
-
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "goodput": Goodput,
     "probing": lambda: Goodput(probing=0.3),
@@ -75,29 +73,6 @@ def test_greedy_and_seeded_answers_are_those_of_plain_decoding(
 
 
 # ------------------------------------------------------------------------------------------ what members are told
-
-
-class Watching(ScriptedDrafter):
-    """Notes texts as they were before the step, and outcomes."""
-
-    guesses: ClassVar[list[list[int]]] = GUESSES
-
-    def __init__(self) -> None:
-        super().__init__(lambda tokens: [path[:] for path in self.guesses], depth=3, nodes=8)
-        self.seen: list[tuple[list[int], StepOutcome]] = []
-        self.proposed: list[tuple[list[int], Proposal]] = []
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        made = super().propose(batch, budgets, noise)
-        self.proposed += [(list(request.tokens), each) for request, each in zip(batch, made, strict=True)]
-        return made
-
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
-        for request, outcome in zip(batch, outcomes, strict=True):
-            tokens = list(request.tokens)
-            self.seen.append((tokens[: len(tokens) - len(outcome.tokens)], outcome))
 
 
 class Last(Watching):
@@ -269,8 +244,7 @@ def test_a_member_that_fails_now_and_then_costs_no_answer(together: int) -> None
     failing = FailsEveryTenth(lambda tokens: GUESSES)
     members: dict[str, Drafter] = {"failing": failing, "lookup": PromptLookup(min_ngram=1)}
     engine = Engine(target, Portfolio(members), controller=RandomDecisions(1), max_batch=together)
-    steps: list[StepRecord] = []
-    engine.listeners.append(steps.append)
+    steps = watched(engine)
     answers = engine.generate(PROMPTS, SamplingParams(max_tokens=60))
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
     failed = [answer for answer in answers if answer.warnings]

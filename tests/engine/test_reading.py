@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from support import tiny_models
+from support.records import watched
+from support.tiny_models import build, llama, with_noise
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.core.stats import RequestStep, StepRecord
@@ -356,10 +357,7 @@ def test_on_a_device_parts_are_timed() -> None:
 # --------------------------------------------------------------------------------------------------- answers
 
 LENGTHS = (700, 20, 330, 256, 1, 515)
-OPTIONS = {
-    "greedy": SamplingParams(max_tokens=20),
-    "seeded": SamplingParams(max_tokens=20, temperature=0.8, seed=3),
-}
+OPTIONS = {"greedy": SamplingParams(max_tokens=20), "seeded": SamplingParams(max_tokens=20, temperature=0.8, seed=3)}
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "lookup": lambda: PromptLookup(min_ngram=1),
@@ -369,10 +367,8 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 
 def long_llama(noise: float = 0.0) -> LanguageModel:
     """A model whose context holds the prompts. Nothing nearly ties in float64, so rounding decides nothing."""
-    config = tiny_models.llama()
-    config.max_position_embeddings = 1024
-    stock = tiny_models.with_noise(tiny_models.build(config, seed=2, dtype=torch.float64), noise)
-    return HuggingFaceModel(stock, None, "llama")
+    stock = build(llama(max_position_embeddings=1024), seed=2, dtype=torch.float64)
+    return HuggingFaceModel(with_noise(stock, noise), None, "llama")
 
 
 @cache
@@ -396,8 +392,7 @@ def test_prompts_read_together_beside_answers_are_answered_as_alone(options: str
     alone = [answered_alone(options, tuple(prompt)) for prompt in prompts]
     engine = Engine(target, DRAFTERS[drafter](), controller="fixed", prefix_cache_bytes=0)
     engine._scheduler.reading = Unmoved(most)
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
+    records = watched(engine)
     writer = engine.submit([1, 2, 3], SamplingParams(max_tokens=60))
     engine.step()
     requests = [engine.submit(prompt, params) for prompt in prompts]

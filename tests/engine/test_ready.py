@@ -12,11 +12,11 @@ import torch
 from kinds.eagle.test_eagle import Replayed, head
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target
+from support.records import watched
 from support.tiny_models import VOCAB, noisy_stock, packed, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
-from truedraft.core.stats import StepRecord
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.engine import ready
@@ -53,8 +53,7 @@ def test_the_examples_of_its_docstrings() -> None:
 def test_no_answer_waits_for_a_recording_once_all_is_ready(options: dict[str, Any]) -> None:
     engine = drafting(**options)
     engine.make_ready(256)
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
+    records = watched(engine)
     for temperature in (0.0, 1.0):
         engine.generate(LONG, SamplingParams(max_tokens=40, temperature=temperature))
     assert any(len(record.requests) == 2 and record.rows > 2 for record in records)
@@ -78,9 +77,7 @@ def test_nothing_of_it_is_noticed_by_requests() -> None:
     params = SamplingParams(max_tokens=24, temperature=1.0)
     expected = drafting(prefix_cache_bytes=1 << 20).generate(LONG, params)
     engine = drafting(prefix_cache_bytes=1 << 20)
-    records: list[StepRecord] = []
-    told: list[tuple[float, str]] = []
-    engine.listeners.append(records.append)
+    records, told = watched(engine), list[tuple[float, str]]()
     engine.make_ready(512, lambda *each: told.append(each))
     draft = engine.drafter.model
     assert draft is not None

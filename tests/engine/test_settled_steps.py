@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from support.backends import HostRecorder, graph_backend
+from support.fake_times import FakeClock
 from support.random_decisions import RandomDecisions
-from support.recorded_time import Clock, go_by, recorded_model
+from support.recorded_time import go_by, recorded_model
+from support.records import watched
 from support.tiny_models import PROMPTS, noisy, noisy_stock, packed
 from truedraft import Engine, SamplingParams
-from truedraft.core.stats import StepRecord
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.drafters.cascade import Cascade
 from truedraft.drafters.portfolio import Portfolio
@@ -26,20 +27,14 @@ from truedraft.models.huggingface import HuggingFaceModel
 PROMPT = [place * 7919 % 97 for place in range(40)]
 
 
-def steps_of(engine: Engine) -> list[StepRecord]:
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
-    return records
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeClock:
+    made = FakeClock()
     go_by(made, monkeypatch, tmp_path)
     return made
 
 
-def drafting(clock: Clock, draft_s: float = 0.25e-3) -> Engine:
+def drafting(clock: FakeClock, draft_s: float = 0.25e-3) -> Engine:
     """A draft that costs a twentieth of the target's forward, or so much, and is always right; five rows cost the
     target as good as one."""
     target = recorded_model("target", clock, lambda rows: 5.5e-3 + 1e-5 * rows, positions=2048)
@@ -47,10 +42,10 @@ def drafting(clock: Clock, draft_s: float = 0.25e-3) -> Engine:
     return Engine(target, DraftModel(draft, 4), controller=Goodput(clock=clock))
 
 
-def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(clock: Clock) -> None:
+def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(clock: FakeClock) -> None:
     engine = drafting(clock)
     engine.measure()
-    steps = steps_of(engine)
+    steps = watched(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
     decoding = [step for step in steps if not step.prefill]
     decided = [step for step in decoding if what_was_decided(step.requests[0]) != PROBE]
@@ -59,11 +54,11 @@ def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(clock: 
     assert sum(step.nodes for step in decoding) / len(decoding) > 2.0
 
 
-def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(clock: Clock) -> None:
+def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(clock: FakeClock) -> None:
     engine = drafting(clock)
     for _ in range(21):  # or recording its shapes would take longer than the answer
         engine.measure_ahead()
-    steps, ends = steps_of(engine), []
+    steps, ends = watched(engine), []
     engine.listeners.append(lambda step: ends.append(clock()))
     answer = engine.generate(PROMPT, SamplingParams(max_tokens=400))
     decoding = [(step, end) for step, end in zip(steps, ends, strict=True) if not step.prefill]
@@ -77,16 +72,16 @@ def test_answers_go_on_plainly_while_costs_are_measured_for_half_the_time(clock:
     assert 0.9 * steps_s < measuring_s < steps_s + 0.4, "a quarter of a second at once, and the end of a recording"
     assert answer.token_ids == Engine(engine.target).generate(PROMPT, SamplingParams(max_tokens=400)).token_ids
     again = Engine(engine.target, engine.drafter, controller=Goodput(clock=clock))
-    seen = steps_of(again)
+    seen = watched(again)
     again.generate(PROMPT, SamplingParams(max_tokens=24))
     assert sum(step.nodes for step in seen) > 8, "what was measured is kept"
 
 
-def test_measuring_ahead_needs_no_request(clock: Clock) -> None:
+def test_measuring_ahead_needs_no_request(clock: FakeClock) -> None:
     engine = drafting(clock)
     assert sum(1 for _ in itertools.takewhile(bool, iter(engine.measure_ahead, None))) > 100
     assert not engine.measure_ahead() and engine.costs.measuring_s == 0.0 and engine.check_idle() == []
-    steps = steps_of(engine)
+    steps = watched(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=24))
     assert sum(step.nodes for step in steps) > 8
     engine.listeners.append(lambda step: engine.measure_ahead())
@@ -95,11 +90,11 @@ def test_measuring_ahead_needs_no_request(clock: Clock) -> None:
     assert not Engine(engine.target).measure_ahead()
 
 
-def test_a_draft_that_does_not_pay_is_left_alone(clock: Clock) -> None:
+def test_a_draft_that_does_not_pay_is_left_alone(clock: FakeClock) -> None:
     """It takes as long as the target: what the engine measures says so, too."""
     engine = drafting(clock, draft_s=5.5e-3)
     engine.measure()
-    steps = steps_of(engine)
+    steps = watched(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
     assert sum(step.nodes for step in steps) < 12
 
@@ -120,7 +115,7 @@ def test_steps_in_which_a_draft_is_recorded_are_not_settled(name: str) -> None:
     engine = Engine(packed("llama"), DRAFTERS[name](draft), controller=controller)
     seen: list[int] = []
     engine.listeners.append(lambda record: seen.append(draft.warmups))
-    steps = steps_of(engine)
+    steps = watched(engine)
     for _ in range(3):
         engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
     said = [step.settled for step in steps]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.markov import greedy
+from support.records import watched
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -25,13 +27,6 @@ def target() -> MarkovModel:
     return MarkovModel.random(VOCAB, seed=1, context_length=1000)
 
 
-def greedy(model: MarkovModel, prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model.probs_after(tokens).argmax()))
-    return tokens[len(prompt) :]
-
-
 def right(model: MarkovModel, depth: int) -> ScriptedDrafter:
     """Guesses `depth` tokens, all of them right."""
     return ScriptedDrafter(lambda tokens: [greedy(model, tokens, depth)], depth=depth)
@@ -45,12 +40,6 @@ def wrong(model: MarkovModel, paths: int) -> ScriptedDrafter:
         return [[(best + 1 + i) % VOCAB] for i in range(paths)]
 
     return ScriptedDrafter(script)
-
-
-def watched(engine: Engine) -> list[StepRecord]:
-    seen: list[StepRecord] = []
-    engine.listeners.append(seen.append)
-    return seen
 
 
 def shapes(steps: Sequence[StepRecord]) -> list[tuple[int, int, tuple[int, ...], int, bool]]:

@@ -45,10 +45,7 @@ def test_words_stand_for_parts(engine: Engine, target: MarkovModel) -> None:
     [
         ({"target": 5}, "target must be a LanguageModel, or a name or folder, got int"),
         ({"target": torch.nn.Linear(1, 1)}, "target must be a LanguageModel.*got Linear"),
-        (
-            {"drafter": MarkovModel.random(8, seed=1)},
-            r"drafter must be .*such as DraftModel\(model\).*got Mark",
-        ),
+        ({"drafter": MarkovModel.random(8, seed=1)}, r"drafter must be .*such as DraftModel\(model\).*got Mark"),
         ({"drafter": PromptLookup}, "drafter must be a Drafter.*got the class PromptLookup"),
         ({"drafter": 0}, "drafter must be a Drafter.*got int"),
         ({"rule": DraftModel}, "rule must be a Rule, or its words, got the class DraftModel"),

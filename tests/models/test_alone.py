@@ -17,7 +17,18 @@ from transformers import AutoConfig, BertConfig, PreTrainedModel
 
 from models.test_recurrence import stock as carrying
 from support.pairwise import by_turns
-from support.tiny_models import CONTEXT, DRAFTED, PROMPTS, VOCAB, build, drafter_of, stock, stock_greedy, with_noise
+from support.tiny_models import (
+    CONTEXT,
+    DRAFTED,
+    PROMPTS,
+    SMALL,
+    VOCAB,
+    build,
+    drafter_of,
+    stock,
+    stock_greedy,
+    with_noise,
+)
 from support.verdicts import DRAFTED as DRAFTED_IDS
 from support.verdicts import TREE, assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
@@ -32,9 +43,7 @@ from truedraft.models.probe import check_against_stock
 
 COUNT = 24
 _IDS: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SMALL: dict[str, Any] = _IDS | {
-    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT
-}  # fmt: skip
+_SMALL: dict[str, Any] = SMALL | {"max_position_embeddings": CONTEXT}
 _OLD: dict[str, Any] = _IDS | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 _DECODER: dict[str, Any] = _IDS | {
     "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,20 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, MambaConfig, Mist
 
 from support.backends import graph_backend
 from support.codes import logits
-from support.tiny_models import build
+from support.tiny_models import VECTORS, build
+from support.verdicts import read
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import from_spec
 from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError
 from truedraft.models.backends.native.build import built
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import Segment
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.cache.coded import SCALE_BYTES, decoded, encoded
 from truedraft.models.huggingface import HuggingFaceModel
 
-SIZES: dict[str, Any] = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 101, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512, "eos_token_id": None,
-    "bos_token_id": None,
+SIZES = VECTORS | {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2
 }  # fmt: skip
 FAMILIES = [
     pytest.param(LlamaConfig(**SIZES), id="llama"),
@@ -48,13 +46,6 @@ def folder(tmp_path: Path) -> Path:
 def folder_of(config: PretrainedConfig, folder: Path) -> Path:
     build(config, seed=3, spread=0.15).save_pretrained(folder / "model")
     return folder / "model"
-
-
-def read(model: LanguageModel, ids: Tensor) -> RequestCache:
-    cache = model.new_cache()
-    model.forward([Segment(cache, ids, chain_shape(len(ids)), ())])
-    cache.commit(range(len(ids)))
-    return cache
 
 
 def stored(cache: RequestCache) -> list[tuple[Tensor, Tensor]]:
@@ -93,15 +84,15 @@ def test_the_kernels_read_the_codes_that_the_modules_do(config: PretrainedConfig
     exact, expected, found = (logits(model, IDS) for model in (whole, modules, native))
     apart = (found - expected).std()
     assert 0.0 < 10 * apart < (found - exact).std() < 0.1 * exact.std()
-    first = [encoded(entries[0, : len(IDS)]) for entries in read(whole, IDS).entries()[0]]
-    keys, values = stored(read(native, IDS))[0]
+    first = [encoded(entries[0, : len(IDS)]) for entries in read(whole, IDS.tolist())[0].entries()[0]]
+    keys, values = stored(read(native, IDS.tolist())[0])[0]
     assert keys[0].equal(first[0]) and values[0].equal(first[1])
 
 
 @pytest.mark.parametrize("fast", WAYS)
 def test_memory_is_that_of_codes_and_scales(folder: Path, fast: bool) -> None:
     model = load_model(folder, dtype="float32", kv_dtype="int8", fast_paths=fast)
-    cache = read(model, IDS)
+    cache = read(model, IDS.tolist())[0]
     assert cache.n_bytes == cache.capacity * 2 * 2 * 2 * (32 + SCALE_BYTES)
     model.pool.measure(cache)
     assert model.pool.position_bytes == 2 * 2 * 2 * (32 + SCALE_BYTES)
@@ -115,8 +106,8 @@ def test_memory_is_that_of_codes_and_scales(folder: Path, fast: bool) -> None:
 def test_commits_and_copies_move_codes(folder: Path, fast: bool) -> None:
     """A path of a tree, a prefix of another request and a rollback leave what a chain from the start does."""
     model = load_model(folder, dtype="bfloat16" if fast else "float32", kv_dtype="int8", fast_paths=fast)
-    plain = read(model, IDS)
-    drafted = read(model, IDS[:-2])
+    plain = read(model, IDS.tolist())[0]
+    drafted = read(model, IDS[:-2].tolist())[0]
     tree = torch.tensor([5, int(IDS[-2]), 6, int(IDS[-1])])
     model.forward([Segment(drafted, tree, TreeShape((-1, -1, 0, 1)), range(4))])
     drafted.commit([1, 3])

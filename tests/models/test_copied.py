@@ -118,17 +118,6 @@ def test_copies_count_as_memory_and_go_with_their_request() -> None:
     assert cache.family.auxiliary is None and cache.n_bytes == cache.storage.n_bytes
 
 
-def test_short_memory_makes_requests_wait_and_changes_no_token() -> None:
-    model, params = copied("inkling_text"), SamplingParams(max_tokens=COUNT, ignore_eos=True)
-    prompts = [list(prompt) for prompt in PROMPTS]
-    free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
-    Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 40)
-    limit = int(1.2 * model.pool.bytes_for_one(64))
-    short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=limit)
-    assert [each.token_ids for each in short.generate(prompts, params)] == [each.token_ids for each in free]
-    assert short.check_idle() == []
-
-
 def test_a_folder_of_such_a_model_loads_and_says_how_it_runs(tmp_path: Path) -> None:
     random_model("inkling_text").save_pretrained(tmp_path)
     assert "behind copies of its own cache" in str(load_model(tmp_path, dtype="float32").note)

@@ -242,13 +242,6 @@ def test_samples_of_one_prompt_share_what_the_encoder_read() -> None:
     assert not engine.check_idle()
 
 
-def test_little_memory_gives_the_same_answers() -> None:
-    prompts = sources("t5")
-    plain = Engine(target("t5")).generate(prompts, GREEDY)
-    tight = Engine(target("t5"), DraftModel(target("t5", 0.05), 4), controller="fixed", max_cache_bytes=700_000)
-    assert [a.token_ids for a in tight.generate(prompts, GREEDY)] == [a.token_ids for a in plain]
-
-
 def test_the_cache_behind_a_verdict_is_that_of_its_tokens() -> None:
     model = target("bart")
     layout = model.sources
@@ -374,43 +367,36 @@ def test_costs_are_measured_with_a_sound_that_is_made_up() -> None:
     assert ratio_of_steps(Engine(target("whisper")), cost)
 
 
-FEATURES = torch.zeros(1, 8, 40)
+def heard(*shape: int, begun: tuple[int, ...] = (), name: str = "input_features") -> MultimodalPrompt:
+    return MultimodalPrompt.heard({name: torch.zeros(shape)}, begun)
 
 
 @pytest.mark.parametrize(
-    ("features", "told"),
+    ("family", "prompt", "told"),
     [
-        (torch.zeros(1, 8, 30), "30 moments, and the encoder always reads 40"),
-        (torch.zeros(2, 8, 40), r"shape \(2, 8, 40\), and the encoder reads one sound of 1 x 8 bands x moments"),
-        (torch.zeros(1, 16, 40), r"shape \(1, 16, 40\)"),
-        (torch.zeros(8, 40), r"shape \(8, 40\)"),
+        ("whisper", heard(1, 8, 30), "30 moments, and the encoder always reads 40"),
+        ("whisper", heard(2, 8, 40), r"shape \(2, 8, 40\), and the encoder reads one sound of 1 x 8 bands x moments"),
+        ("whisper", heard(1, 16, 40), r"shape \(1, 16, 40\)"),
+        ("whisper", heard(8, 40), r"shape \(8, 40\)"),
+        ("moonshine", heard(1, 100, name="input_values"), "input_values has 100 moments, which is too short"),
+        *(
+            ("whisper", text, r"'whisper' hears and reads no text; from Python give a MultimodalPrompt.heard")
+            for text in ("text", [5, 6, 7])
+        ),
+        (
+            "whisper",
+            MultimodalPrompt((5, 6), {"pixel_values": torch.zeros(1, 8, 40)}),
+            "pixel_values beside its tokens, and 'whisper' takes none",
+        ),
+        ("whisper", heard(1, 8, 40, begun=(2, 3)), "begins with token id 2, the placeholder"),
+        ("whisper", heard(1, 8, 40, begun=(97,)), "token id 97 is outside"),
     ],
 )
-def test_a_sound_of_another_form_is_refused(features: Tensor, told: str) -> None:
+def test_what_is_no_sound_that_it_hears_is_refused(family: str, prompt: Any, told: str) -> None:
     with pytest.raises(PromptError, match=told):
-        Engine(target("whisper")).generate(MultimodalPrompt.heard({"input_features": features}), GREEDY)
-
-
-def test_a_sound_that_is_too_short_is_refused() -> None:
-    with pytest.raises(PromptError, match="input_values has 100 moments, which is too short"):
-        Engine(target("moonshine")).generate(MultimodalPrompt.heard({"input_values": torch.zeros(1, 100)}), GREEDY)
-
-
-def test_what_is_no_sound_is_refused() -> None:
-    engine = Engine(target("whisper"))
-    for prompt in ("text", [5, 6, 7]):
-        with pytest.raises(
-            PromptError, match=r"'whisper' hears and reads no text; from Python give a MultimodalPrompt.heard"
-        ):
-            engine.generate(prompt, GREEDY)  # type: ignore[arg-type]
-    with pytest.raises(PromptError, match="pixel_values beside its tokens, and 'whisper' takes none"):
-        engine.generate(MultimodalPrompt((5, 6), {"pixel_values": FEATURES}), GREEDY)
-    with pytest.raises(PromptError, match="begins with token id 2, the placeholder"):
-        engine.generate(MultimodalPrompt.heard({"input_features": FEATURES}, (2, 3)), GREEDY)
-    with pytest.raises(PromptError, match="token id 97 is outside"):
-        engine.generate(MultimodalPrompt.heard({"input_features": FEATURES}, (97,)), GREEDY)
+        Engine(target(family)).generate(prompt, GREEDY)
     with pytest.raises(PromptError, match="padded the sound"):
-        MultimodalPrompt.heard({"input_features": FEATURES, "attention_mask": torch.tensor([[1, 0]])})
+        MultimodalPrompt.heard({"input_features": torch.zeros(1, 8, 40), "attention_mask": torch.tensor([[1, 0]])})
 
 
 def test_a_draft_that_hears_something_else_is_refused() -> None:

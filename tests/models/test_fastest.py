@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from support.tiny_models import VOCAB, build, stock, stock_logits
-from truedraft.core.tree import chain_shape
+from support.codes import logits
+from support.tiny_models import build, llama, stock, stock_logits
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Rotation
 from truedraft.models.loading import fastest_backend
@@ -29,28 +27,9 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32)
 TEXT = [5, 9, 11, 3, 60, 2]
 
 
-def rows_of(model: HuggingFaceModel) -> Tensor:
-    """Logits of the text, in one forward."""
-    return model.forward([Segment(model.new_cache(), torch.tensor(TEXT), chain_shape(6), range(6))]).logits
-
-
-def large_llama() -> LlamaConfig:
-    """Heads of 32, for the native forward."""
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
 def test_the_fastest_that_fits_is_taken() -> None:
     """The native forward wants a compiler and heads of whole vectors, the fused loop a family that it knows."""
-    small, large = stock("llama"), build(large_llama(), seed=0)
+    small, large = stock("llama"), build(llama(hidden_size=64, num_attention_heads=2, num_key_value_heads=1), seed=0)
     assert isinstance(HuggingFaceModel(small, None, "small", fastest_backend)._backend, FusedBackend)
     kind = NativeBackend if built(torch.float32).library is not None else FusedBackend
     assert isinstance(HuggingFaceModel(large, None, "large", fastest_backend)._backend, kind)
@@ -94,7 +73,7 @@ def test_a_model_with_a_replaced_part_answers_as_that_model(family: str, part: s
     model = with_replaced(family, part)
     module = model.get_submodule(part.removesuffix(" by a hook"))
     loaded = HuggingFaceModel(model, None, part, fastest_backend)
-    torch.testing.assert_close(rows_of(loaded), expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(logits(loaded, TEXT), expected, rtol=0, atol=5e-5)
     assert loaded.fast_paths == ("packed weights",)
     assert loaded.module.get_submodule(part.removesuffix(" by a hook")) is module
 
@@ -120,7 +99,7 @@ def test_dtypes_that_cannot_be_packed_run_by_the_model_itself(family: str, dtype
     expected = stock_logits(stock(family, dtype=dtype), TEXT)
     # Cosines and norms are computed in float32 also in a float64 model.
     close_enough = 2e-5 if dtype == torch.float64 else 0.1 * float(expected.std())
-    torch.testing.assert_close(rows_of(model), expected, rtol=0, atol=close_enough)
+    torch.testing.assert_close(logits(model, TEXT).to(dtype), expected, rtol=0, atol=close_enough)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from support.backends import fused_backend, graph_backend
 from support.tiny_models import build, llama, stock
@@ -54,25 +54,21 @@ def test_dtypes_that_hold_its_bfloat16_values_agree() -> None:
 
 
 def test_tied_weights_count_once() -> None:
-    config = llama()
-    config.tie_word_embeddings = True
-    model = build(config, seed=1)
+    model = build(llama(tie_word_embeddings=True), seed=1)
     tied = fingerprint_of(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     assert fingerprint_of(model) != tied
 
 
+def short(seed: int) -> PreTrainedModel:
+    return build(llama(max_position_embeddings=64), seed=seed, dtype=torch.bfloat16)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     where = tmp_path / "own"
-    save_padded(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16), None, where)
+    save_padded(short(2), None, where)
     return where
-
-
-def _sizes() -> dict[str, int | None]:
-    kept = ("vocab", "hidden_size", "num_", "intermediate")
-    own = {name: value for name, value in llama().to_dict().items() if name.startswith(kept)}
-    return own | {"max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
 
 
 def test_every_way_to_load_a_checkpoint_agrees(folder: Path) -> None:
@@ -83,7 +79,7 @@ def test_every_way_to_load_a_checkpoint_agrees(folder: Path) -> None:
     ]
     padded = load_model(folder, pad_to="110M", fast_paths=False)
     assert {each.fingerprint for each in loads} == {padded.fingerprint}
-    own = sample_of(build(LlamaConfig(**_sizes()), seed=2, dtype=torch.bfloat16))
+    own = sample_of(short(2))
     assert {each.sample for each in loads} == {padded.sample} == {own}
 
 
@@ -123,7 +119,7 @@ def test_it_is_kept_as_long_as_the_files_are_the_same(
     assert load_model(copied).fingerprint == first and len(asked) == 2
     weights = folder / "model.safetensors"
     before = weights.stat()
-    save_padded(build(LlamaConfig(**_sizes()), seed=3, dtype=torch.bfloat16), None, folder)
+    save_padded(short(3), None, folder)
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert weights.stat().st_size == before.st_size
     changed = load_model(folder).fingerprint

@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from support.rows import assert_rows_are_alike
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
@@ -20,7 +21,6 @@ from truedraft.models.packed_linear import can_pack
 pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this torch has no oneDNN")
 
 FAMILIES = ("gpt_neox", "gemma3", "llama")
-TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
 
 
 @cache
@@ -37,21 +37,8 @@ def tied(family: str, noise: float = 0.0) -> HuggingFaceModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_tree(family: str) -> None:
-    model = tied(family)
-    ids = torch.arange(20) * 7 % VOCAB
-    cache = model.new_cache()
-    model.forward([Segment(cache, ids, chain_shape(20), ())])
-    cache.commit(range(20))
-    path = torch.tensor([3, 9, 4, 1])  # nodes 0, 2, 4, 6 of the tree
-    at_once = model.forward([Segment(cache, path, chain_shape(4), range(4))]).logits.clone()
-    tokens = torch.tensor([3, 8, 9, 5, 4, 6, 1])
-    in_tree = model.forward([Segment(cache, tokens, TREE, (0, 2, 4, 6))]).logits.clone()
-    assert in_tree.equal(at_once)
-    for i, token in enumerate(path):
-        assert model.forward([Segment(cache, token[None], chain_shape(1), (0,))]).logits.equal(at_once[i : i + 1])
-        cache.commit([0])
-    model.release_cache(cache)
+def test_rows_have_the_same_bits_whatever_shares_a_forward(family: str) -> None:
+    assert_rows_are_alike(tied(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,17 +17,16 @@ from torch import Tensor
 from transformers import BloomConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from support.backends import as_function, library_for
 from support.codes import assert_given_by_codes, in_eight_bits, logits, read_in_eight_bits
 from support.gguf_files import TYPES, random_blocks, write
+from support.rows import assert_rows_are_alike
 from truedraft import load_model
-from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelNotFoundError, UnsupportedModelError
 from truedraft.models import gguf as gguf_files
 from truedraft.models.backends.native import backend as native
-from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights, pieces
-from truedraft.models.base import Segment
+from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Weights, pieces
 from truedraft.models.gguf import quantized_of
 from truedraft.models.quantized import GROUP, QuantizedWeight, StoredWeight
 
@@ -43,13 +42,6 @@ FILES = [
     pytest.param("gemma3", {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q6_K", "": "Q5_0"}, True, id="gemma3"),
 ]
 IDS = torch.arange(1, 40) * 37 % 256
-
-
-def library_for(dtype: torch.dtype) -> Any:
-    library = built(dtype).library
-    if library is None:
-        pytest.skip(f"no native forward: {built(dtype).reason}")
-    return library
 
 
 def reference(kind: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
@@ -103,14 +95,6 @@ def test_parts_that_are_quantised_in_other_ways_lie_behind_each_other() -> None:
     found = as_function(library, weights, linear, torch.float32).logits(x)
     whole = torch.cat([products(quantized_of(*each), x) for each in zip(kinds, data, strict=True)], dim=1)
     torch.testing.assert_close(found.double(), whole, rtol=1e-4, atol=1e-4)
-
-
-def as_function(library: Any, weights: Weights, linear: CLinear, dtype: torch.dtype) -> NativeLmHead:
-    model = CModel()
-    model.lm_head, model.stride = linear, -(-max(linear.outputs, linear.inputs) // UNIT) * UNIT
-    head = NativeLmHead(library, model, dtype, Scratch(library, dtype, model.stride))
-    head.kept = weights  # type: ignore[attr-defined]
-    return head
 
 
 def products(weight: QuantizedWeight, x: Tensor) -> Tensor:
@@ -186,16 +170,8 @@ def test_a_files_tokenizer_and_chat_template_are_read(tmp_path: Path) -> None:
     assert model.tokenizer.token_text(model.eos_token_ids[0]) == "<|end|>"
 
 
-def test_a_tree_is_read_as_its_paths(tmp_path: Path) -> None:
-    model = load_model(write(tmp_path / "model.gguf", "llama", MIXED), dtype="float32")
-    shape = TreeShape((-1, 0, 0, 2))
-    cache = model.new_cache()
-    model.forward([Segment(cache, IDS[:5], chain_shape(5), ())])
-    cache.commit(range(5))
-    together = model.forward([Segment(cache, IDS[5:9], shape, range(4))]).logits
-    for node in range(4):
-        path = list(shape.path(node))
-        assert torch.equal(together[node], logits(model, torch.cat([IDS[:5], IDS[5:9][path]]))[-1])
+def test_a_row_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    assert_rows_are_alike(load_model(write(tmp_path / "model.gguf", "llama", MIXED), dtype="float32"))
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:

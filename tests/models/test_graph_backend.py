@@ -11,7 +11,6 @@ from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run
 from support.pairwise import pairwise
 from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
-from truedraft.core.stats import StepRecord
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError
@@ -23,7 +22,7 @@ from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.llama import Llama
 from truedraft.models.loading import fastest_backend, packed_backend
-from truedraft.models.probe import check_against_stock, probe_patterns
+from truedraft.models.probe import probe_patterns
 
 
 def recorded(model: PreTrainedModel) -> GraphBackend:
@@ -97,12 +96,6 @@ def test_a_foreign_cache_is_refused() -> None:
             model.forward([Segment(cache, torch.tensor([5]), chain_shape(1), (0,))])
 
 
-def test_the_check_at_load_holds_it_to_the_stock_forward() -> None:
-    module = stock("llama")
-    check = check_against_stock(module, "llama")
-    check(graphs(module))
-
-
 def test_which_models_fit() -> None:
     for family, misfit in (
         ("llama", None), ("mistral", None), ("qwen3", None), ("gemma3", "its layers rotate heads differently"),
@@ -154,23 +147,6 @@ def test_sampled_answers_do_not_depend_on_how_the_forward_runs() -> None:
             for target in (graphs(stock("qwen3")), packed("qwen3"))
         ]
         assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
-
-
-def test_steps_say_in_which_of_them_a_forward_was_recorded() -> None:
-    """The target's, and the draft's alone."""
-    target, draft = graphs(stock("llama")), graphs(noisy_stock("llama", 0.1))
-    engine = Engine(target, DraftModel(draft, 3), controller="fixed")
-    records: list[StepRecord] = []
-    engine.listeners.append(records.append)
-    for _ in range(3):
-        engine.generate(list(PROMPTS[0]), SamplingParams(max_tokens=24))
-    said = [record.settled for record in records]
-    assert not said[0] and all(said[-3:])
-    before = draft.warmups
-    with draft.trying() as cache:
-        draft.forward([Segment(cache, torch.arange(29), chain_shape(29), (0,))])
-    assert draft.warmups == before + 1
-    assert engine.drafter.warmups == draft.warmups
 
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

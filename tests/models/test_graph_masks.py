@@ -15,14 +15,7 @@ from support.trees import ancestor_mask
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.attention import AttentionPattern, Chunk, Full, Window
 from truedraft.models.backends.graphs.attention import additive_mask, rows_of_requests, visible
-from truedraft.models.backends.graphs.batch import (
-    Bucket,
-    Inputs,
-    PagedBatch,
-    PagedSegment,
-    load_in_a_row,
-    path_bits,
-)
+from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, load_in_a_row, path_bits
 from truedraft.models.base import Segment
 from truedraft.models.cache import PAGE, PagePool, Pages, PageTable, RequestCache
 

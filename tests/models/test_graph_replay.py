@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.backends import HostRecorder, graph_backend
+from support.recorded_heads import Recordable
 from support.tiny_models import FAMILIES, VOCAB, stock
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
@@ -190,25 +190,10 @@ def test_when_the_pages_move_all_recordings_are_void() -> None:
     assert len(fixture.buckets) == 1
 
 
-class Watch(TorchDispatchMode):
-    """Notes each operation with the shapes of its tensors; refuses those that wait for the device."""
+class Watch(Recordable):
+    """Also refuses numbers of another type, which may be copies."""
 
-    WAITS = (
-        "_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal", "item",
-        "_to_copy", "lift_fresh", "bincount", "repeat_interleave.Tensor",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name.removeprefix("aten::")
-        if name in self.WAITS or f"{name}.{func._overloadname}" in self.WAITS:
-            raise AssertionError(f"{name} waits for the device, or copies to it")
-        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))
-        self.operations.append((name, shapes))
-        return func(*args, **(kwargs or {}))
+    refused = Recordable.refused | {"_to_copy"}
 
 
 def placed(*segments: Segment) -> list[PagedSegment]:

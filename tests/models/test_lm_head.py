@@ -18,9 +18,7 @@ from transformers import (
 )
 
 from support.backends import fused_backend, graph_backend, native_backend
-from support.embedded_models import embedded
 from support.tiny_models import CONTEXT, FAMILIES, GROUPED, SMALL, VOCAB, build, stock
-from truedraft import load_model
 from truedraft.core.top_k import stable_topk
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
@@ -212,10 +210,3 @@ def test_a_model_without_a_head_says_so() -> None:
     with pytest.raises(UnsupportedModelError, match="no weights"):
         _ = model.fingerprint
     assert model.shared_heads([]) is None
-
-
-def test_the_embedded_target_padded_and_not() -> None:
-    own, padded = embedded(), load_model("embedded:target", pad_to="110M")
-    assert own.head_width == padded.head_width == 384
-    vectors = run(own).hidden
-    assert (own.likeliest(vectors, 4).ids == padded.likeliest(vectors, 4).ids).float().mean() > 0.9

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
-    LlamaConfig,
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
@@ -31,6 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from support import tiny_models
 from support.tiny_models import VOCAB, build, stock, stock_greedy
 from truedraft import Engine, SamplingParams, TruedraftError, load_model, machine
 from truedraft.engine.prompts import encode_prompt
@@ -154,10 +155,7 @@ def test_auto_takes_bfloat16_where_files_are_and_the_native_forward_runs_them(
 ) -> None:
     """Without instructions for it, too; other families and files become float32."""
     monkeypatch.setattr(machine, "has_bfloat16", lambda device: False)
-    fitting = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    fitting = tiny_models.llama(hidden_size=64, num_attention_heads=2)
     short, natively = torch.bfloat16, built(torch.bfloat16).library is not None
     for number, (model, expected) in enumerate(
         [
@@ -223,10 +221,7 @@ def test_a_name_that_cannot_be_found(name: str) -> None:
 
 
 def copy_of(llama: Path, folder: Path) -> Path:
-    folder.mkdir()
-    for file in llama.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return Path(shutil.copytree(llama, folder))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -394,9 +389,6 @@ def test_what_tokenizer_and_template_end_an_answer_by_ends_it_too(
     assert [told in each for each in caplog.messages] == [True]
     answer = Engine(model).generate(PROMPT, SamplingParams(max_tokens=8, allowed_token_ids=ends[-1:]))
     assert (answer.token_ids, answer.finish_reason) == ([], "stop")
-
-
-BERT = BertConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 
 
 def test_an_encoder_decoder(tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from support.backends import HostRecorder, fused_backend, graph_backend, llama_of, native_backend
 from support.loops import CONFIGS, SMALL, apart, assert_equal_up_to_rounding, run_forwards, weights

@@ -85,14 +85,11 @@ def test_a_file_that_changes_while_a_model_serves_changes_no_answer(tmp_path: Pa
     code = f"""
 import os, torch
 from pathlib import Path
-from support.tiny_models import build, CONTEXT, VOCAB
-from transformers import LlamaConfig
+from support.tiny_models import build, llama
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.drafters.heads.head import tensors_in
 folder = Path({str(tmp_path)!r})
-config = LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=CONTEXT)
-build(config, seed=3, spread=0.3).save_pretrained(folder)
+build(llama(), seed=3, spread=0.3).save_pretrained(folder)
 file = folder / "model.safetensors"
 model, head = load_model(str(folder), dtype="float32", fast_paths=False), tensors_in(file, "")
 whole = {{name: each.sum().item() for name, each in head.items()}}

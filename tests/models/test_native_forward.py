@@ -7,13 +7,13 @@ each other: `test_row_invariance.py`.
 from __future__ import annotations
 
 import functools
-import itertools
+import logging
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,8 @@ from transformers import (
 
 from support.backends import llama_of, native_backend
 from support.embedded_models import embedded
-from support.tiny_models import build, stock_greedy
+from support.loops import run_forwards
+from support.tiny_models import VECTORS, build, stock_greedy
 from truedraft import Engine, SamplingParams, compiled, lazy, load_model
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -50,7 +51,7 @@ from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Scratch, packed, padded_bias
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import LanguageModel, Segment
+from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
@@ -62,17 +63,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-HEADS: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32}
-WIDTHS: dict[str, Any] = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 80}
-OTHERS: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": None}
-SIZES = HEADS | WIDTHS | OTHERS | {"bos_token_id": None}
-
-
 PARTLY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 
 def llama(**sizes: Any) -> PretrainedConfig:
-    return LlamaConfig(**SIZES | sizes)
+    return LlamaConfig(**VECTORS | sizes)
 
 
 CONFIGS = {
@@ -82,72 +77,41 @@ CONFIGS = {
     "heads wider than the model": lambda: llama(head_dim=160, vocab_size=64, num_key_value_heads=3),
     "the widest head": lambda: llama(head_dim=256, vocab_size=65),
     "biases": lambda: llama(attention_bias=True, mlp_bias=True),
-    "five to a key head": lambda: Qwen3Config(**SIZES | {"num_attention_heads": 10, "num_key_value_heads": 2}),
-    "a window of 1": lambda: MistralConfig(**SIZES, sliding_window=1),
-    "a window of 3": lambda: MistralConfig(**SIZES, sliding_window=3),
-    "fused projections": lambda: Phi3Config(**SIZES, pad_token_id=None),
+    "five to a key head": lambda: Qwen3Config(**VECTORS | {"num_attention_heads": 10, "num_key_value_heads": 2}),
+    "a window of 1": lambda: MistralConfig(**VECTORS, sliding_window=1),
+    "a window of 3": lambda: MistralConfig(**VECTORS, sliding_window=3),
+    "fused projections": lambda: Phi3Config(**VECTORS, pad_token_id=None),
     "part of a head": lambda: Phi3Config(
-        **SIZES | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
+        **VECTORS | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
     ),
-    "neighbours rotated": lambda: GlmConfig(**SIZES, pad_token_id=None, attention_bias=True, rope_parameters=PARTLY),
+    "neighbours rotated": lambda: GlmConfig(**VECTORS, pad_token_id=None, attention_bias=True, rope_parameters=PARTLY),
     "norms behind sums": lambda: Glm4Config(
-        **SIZES | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
+        **VECTORS | {"head_dim": 64}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.5}
     ),
     "two rotations, weights from 1": lambda: Gemma3TextConfig(
-        **SIZES | {"num_hidden_layers": 4},
+        **VECTORS | {"num_hidden_layers": 4},
         pad_token_id=None,
         sliding_window=3,
         layer_types=["sliding_attention", "full_attention"] * 2,
         query_pre_attn_scalar=40,
     ),
-    "experts": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=3),
+    "experts": lambda: MixtralConfig(**VECTORS, num_local_experts=5, num_experts_per_tok=2, sliding_window=3),
     "each row to every expert": lambda: MixtralConfig(
-        **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=None
+        **VECTORS, num_local_experts=3, num_experts_per_tok=3, sliding_window=None
     ),
     "experts by shares that do not sum to 1": lambda: Qwen3MoeConfig(
-        **SIZES, num_experts=40, num_experts_per_tok=6, moe_intermediate_size=16, norm_topk_prob=False
+        **VECTORS, num_experts=40, num_experts_per_tok=6, moe_intermediate_size=16, norm_topk_prob=False
     ),
     "sinks, and experts with biases": lambda: GptOssConfig(
-        **SIZES, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=3
+        **VECTORS, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=3
     ),
 }
+LAYERS = (1, 0)  # whose outputs are shown, in this order
 EXPERTS = ("experts", "experts by shares that do not sum to 1", "sinks, and experts with biases")
 
 
 def native(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "native", native_backend)
-
-
-def run_forwards(model: LanguageModel, layers: Sequence[int] = (1, 0)) -> list[Tensor]:
-    """Ragged, with many rows and none wanted; trees by levels, in which a window begins; paths kept; one token.
-
-    Logits, what enters the LM head and what each of some layers gives, of each forward.
-    """
-    generator = torch.Generator().manual_seed(7)
-    caches = [model.new_cache() for _ in range(3)]
-    outputs: list[Tensor] = []
-
-    def segment(number: int, shape: TreeShape, written: int = 0, wanted: bool = True) -> Segment:
-        count = len(shape) - written
-        tokens = torch.randint(model.vocab_size, (count,), generator=generator)
-        return Segment(caches[number], tokens, shape, range(count) if wanted else (), written)
-
-    def forward(*segments: Segment) -> None:
-        output = model.forward_showing(segments, layers) if layers else model.forward(segments)
-        outputs.extend(each.double() for each in (output.logits, output.hidden, *output.layers))
-
-    forward(segment(0, chain_shape(131)), segment(1, chain_shape(1)), segment(2, chain_shape(38), wanted=False))
-    for cache, count in zip(caches, (131, 1, 38), strict=True):
-        cache.commit(range(count))
-    forward(segment(1, chain_shape(200), wanted=False))  # its cache grows
-    caches[1].commit(range(200))
-    first, second = TreeShape((-1, 0, 0, 1, 2, 4)), TreeShape((-1, 0, 0, 1, 2, 4, 5, 5, 3, 8))
-    forward(segment(0, first), segment(2, chain_shape(4)), segment(1, TreeShape((-1, -1))))
-    forward(segment(0, second, written=6), segment(2, chain_shape(9), written=4))
-    caches[0].commit((0, 2, 4, 5, 7))
-    caches[2].commit(range(7))
-    forward(segment(0, chain_shape(1)), segment(2, chain_shape(2)))
-    return outputs
 
 
 @pytest.fixture
@@ -161,20 +125,18 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
     stock = HuggingFaceModel(build(CONFIGS[name](), seed=3, spread=0.15), None, "stock", StockBackend)
-    for ours, theirs in zip(run_forwards(native(CONFIGS[name]())), run_forwards(stock), strict=True):
-        assert ours.shape == theirs.shape
-        if theirs.numel():
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
+    both = (run_forwards(model, LAYERS) for model in (native(CONFIGS[name]()), stock))
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
 
 
 @needs_library
 @pytest.mark.parametrize("name", ["nothing fills a unit", "norms behind sums", "experts"])
 def test_layers_that_are_shown_change_no_bit_and_are_in_the_order_asked_for(name: str) -> None:
     model = native(CONFIGS[name]())
-    plain, shown, other = run_forwards(model, ()), run_forwards(model), run_forwards(model, (0,))
-    assert all(map(torch.equal, plain, itertools.chain.from_iterable(zip(shown[::4], shown[1::4], strict=True))))
-    assert all(map(torch.equal, shown[3::4], other[2::3]))
-    assert not shown[2].equal(shown[3])
+    plain, shown, (*_, other) = run_forwards(model), run_forwards(model, LAYERS), run_forwards(model, (0,))
+    assert all(map(torch.equal, plain, shown[:2]))
+    assert shown[3].equal(other) and not shown[2].equal(other)
 
 
 @needs_library
@@ -187,7 +149,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dty
     results = []
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
-        results.append(run_forwards(native(CONFIGS[name](), dtype)))
+        results.append(run_forwards(native(CONFIGS[name](), dtype), LAYERS))
     for others in results[1:]:
         assert all(ours.equal(theirs) for ours, theirs in zip(results[0], others, strict=True))
 
@@ -385,7 +347,7 @@ def test_models_whose_layers_differ_do_not_fit(change: str) -> None:
 @needs_library
 @pytest.mark.parametrize("change", ["a layer without", "a shared expert", "another router", "another slope"])
 def test_experts_that_are_not_all_alike_do_not_fit(change: str) -> None:
-    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+    sizes = VECTORS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
     kind = "sinks, and experts with biases" if change == "another slope" else "experts"
     config = Qwen3MoeConfig(**sizes, mlp_only_layers=[1]) if change == "a layer without" else CONFIGS[kind]()
     model: Any = build(config, seed=0)
@@ -529,9 +491,7 @@ def test_what_was_compiled_is_kept_until_the_source_changes(
 ) -> None:
     log = tmp_path / "log"
     compiler(
-        tmp_path / "logging",
-        f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"',
-        monkeypatch,
+        tmp_path / "logging", f'case "$*" in *--version) ;; *) echo run >>{log} ;; esac; exec cc "$@"', monkeypatch
     )
     assert answer(built(torch.float32)) == 7
     assert answer(again()) == 7
@@ -569,6 +529,19 @@ def test_a_cache_that_cannot_be_made_is_done_without(
     monkeypatch.setattr(compiled.tempfile, "tempdir", str(tmp_path / "temporary"))
     assert answer(built(torch.float32)) == 7
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@needs_compiler
+def test_on_a_full_disk_it_is_compiled_elsewhere_and_not_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler would fail in a full folder, and the slower loop would run for want of a few kilobytes."""
+    monkeypatch.setattr(compiled.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with caplog.at_level(logging.WARNING, logger="truedraft"):
+        assert [answer(built(torch.float32)) for _ in range(2)] == [7, 7]
+    assert list(folder.iterdir()) == []
+    (record,) = caplog.records
+    assert f"could not be kept in {folder.parent} (No space left on device)" in record.getMessage()
 
 
 @needs_compiler

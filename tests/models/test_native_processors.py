@@ -23,10 +23,7 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="what is compared with is x86's"),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc's options"),
 ]
-PROCESSORS = {
-    "x86 without AVX-512": ("gcc", "-march=native", "-mno-avx512f"),
-    "aarch64": (ARM[0], "-static"),
-}
+PROCESSORS = {"x86 without AVX-512": ("gcc", "-march=native", "-mno-avx512f"), "aarch64": (ARM[0], "-static")}
 
 
 def found(compiler: Sequence[str], bfloat16: bool, folder: Path) -> list[tuple[str, NDArray[np.float64]]]:

@@ -16,39 +16,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
+from support import codes
 from support.backends import native_backend
-from support.tiny_models import build
-from truedraft.core.tree import chain_shape
+from support.tiny_models import build, llama
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
-from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
 needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
+WIDE = llama(vocab_size=700, hidden_size=64, intermediate_size=192, num_attention_heads=2)
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-SIZES: dict[str, Any] = {
-    "vocab_size": 700,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def native(seed: int = 0) -> HuggingFaceModel:
-    return HuggingFaceModel(build(LlamaConfig(**SIZES), seed=seed, spread=0.15), None, "native", native_backend)
+    return HuggingFaceModel(build(WIDE, seed=seed, spread=0.15), None, "native", native_backend)
 
 
 def logits(model: HuggingFaceModel, count: int) -> Tensor:
-    cache = model.new_cache()
-    found = model.forward([Segment(cache, torch.arange(count) * 37 % 700, chain_shape(count), range(count))]).logits
-    model.release_cache(cache)
-    return found
+    return codes.logits(model, torch.arange(count) * 37 % 700)
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import MistralConfig, PreTrainedModel
 
 from models.test_row_invariance import VOCAB, random_llama
 from support.backends import llama_of, native_backend
+from support.tiny_models import VECTORS, build
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.machine import has_avx512_bfloat16, may_use_tiles
 from truedraft.models.backends.native import NativeBackend
@@ -112,22 +113,15 @@ def test_what_is_no_number_reaches_only_rows_that_see_it(native: HuggingFaceMode
 def test_a_trees_rows_are_those_of_plain_decoding_where_windows_begin_in_different_pieces(
     native: HuggingFaceModel,
 ) -> None:
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        sliding_window=40,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        mistral = MistralForCausalLM(config).to(torch.bfloat16)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+    }
+    config = MistralConfig(**VECTORS | sizes, sliding_window=40)
+    mistral = build(config, seed=0, spread=0.1, dtype=torch.bfloat16)
     model = HuggingFaceModel(mistral, None, "windows", native_backend)
     ids = torch.arange(90) * 37 % VOCAB
     whole = logits(model, *ids.split(1))

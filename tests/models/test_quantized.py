@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
-from support.backends import native_backend
+from support.backends import as_function, library_for, native_backend
 from support.codes import logits
 from support.pairwise import pairwise
-from support.tiny_models import build
+from support.tiny_models import VECTORS, build
 from truedraft.core.tree import chain_shape
 from truedraft.errors import OptionError, UnsupportedModelError
 from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import native_linears
-from truedraft.models.backends.native.memory import PER_SCALE, UNIT, CModel, Scratch, Weights
+from truedraft.models.backends.native.memory import PER_SCALE, UNIT, Weights
 from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -27,25 +25,13 @@ from truedraft.models.packed_linear import PackedLinear, can_pack
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
-SIZES: dict[str, Any] = {
-    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 101, "hidden_size": 48,
-    "intermediate_size": 80, "num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": None,
-    "bos_token_id": None,
-}  # fmt: skip
 SHAPES = [pytest.param(*shape) for shape in ((1, 16), (101, 48), (64, 32), (130, 80), (17, 288), (65, 1040))]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def model_of(dtype: torch.dtype, experts: bool = False) -> HuggingFaceModel:
-    config = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2) if experts else LlamaConfig(**SIZES)
+    config = MixtralConfig(**VECTORS, num_local_experts=5, num_experts_per_tok=2) if experts else LlamaConfig(**VECTORS)
     return HuggingFaceModel(build(config, seed=3, spread=0.15, dtype=dtype), None, "tiny", native_backend)
-
-
-def library_for(dtype: torch.dtype) -> Any:
-    library = built(dtype).library
-    if library is None:
-        pytest.skip(f"no native forward: {built(dtype).reason}")
-    return library
 
 
 def weight_of(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -77,11 +63,7 @@ def quantized_head(weight: Tensor, bits: int, bias: Tensor | None = None) -> tup
     weights = Weights(library)
     outputs, inputs = weight.shape
     linear = weights.quantized(weights.linear([weight], bias), bits)
-    model = CModel()
-    model.lm_head, model.stride = linear, -(-max(outputs, inputs) // UNIT) * UNIT
-    head = NativeLmHead(library, model, weight.dtype, Scratch(library, weight.dtype, model.stride))
-    head.kept = weights  # type: ignore[attr-defined]
-    return head, decoded(weights._kept[-1], outputs, inputs, bits)
+    return as_function(library, weights, linear, weight.dtype), decoded(weights._kept[-1], outputs, inputs, bits)
 
 
 @pytest.mark.parametrize(("dtype", "bits", "outputs", "inputs"), pairwise(DTYPES, [8, 4], SHAPES))
@@ -203,7 +185,7 @@ def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
 
 
 def test_other_forwards_are_refused_in_one_sentence() -> None:
-    alone = HuggingFaceModel(build(LlamaConfig(**SIZES), seed=3), None, "tiny", SequentialBackend)
+    alone = HuggingFaceModel(build(LlamaConfig(**VECTORS), seed=3), None, "tiny", SequentialBackend)
     with pytest.raises(
         UnsupportedModelError, match=r"^tiny cannot draft for itself with weights of 8 bits \(.*another"
     ):

@@ -41,9 +41,10 @@ from support.quantized_folders import (
     words,
     write,
 )
+from support.rows import assert_rows_are_alike
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models import quantized_layers
@@ -251,17 +252,7 @@ def test_speculation_changes_no_answer(
         pytest.skip(built(getattr(torch, dtype)).reason or "")
     folder, twin = write(tmp_path, quantise, said)
     target = load_model(folder, dtype=dtype)
-    alone = logits(target, IDS[-1:])
-    for rows in (2, 5, 13):
-        segments = [Segment(target.new_cache(), IDS[-1:], chain_shape(1), (0,)) for _ in range(rows)]
-        assert torch.equal(target.forward(segments).logits.float(), alone.expand(rows, -1)), "a row is its own"
-    shape, cache = TreeShape((-1, 0, 0, 2)), target.new_cache()
-    target.forward([Segment(cache, IDS[:5], chain_shape(5), ())])
-    cache.commit(range(5))
-    together = target.forward([Segment(cache, IDS[5:9], shape, range(4))]).logits
-    for node in range(4):
-        path = torch.cat([IDS[:5], IDS[5:9][list(shape.path(node))]])
-        assert torch.equal(together[node].float(), logits(target, path)[-1])
+    assert_rows_are_alike(target)
     prompts = [IDS[:8].tolist(), IDS[3:24].tolist()]
     draft = DraftModel(load_model(twin, dtype=dtype))
     engines = [Engine(target), Engine(target, draft, controller="fixed")]

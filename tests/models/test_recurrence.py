@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from support.pairwise import pairwise, pairwise_among, some_of
-from support.tiny_models import PROMPTS, VOCAB, build, stock_greedy
+from support.tiny_models import GROUPED, PROMPTS, VOCAB, build, stock_greedy
 from support.verdicts import CHAIN, TREE, read, verdicts
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
@@ -22,13 +22,8 @@ from truedraft.models.cache.family import MOST_EDGES, CarriedStates, StateRow
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-_HEADS: dict[str, Any] = _COMMON | {
-    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024
-}  # fmt: skip
+_HEADS: dict[str, Any] = GROUPED | {"num_hidden_layers": 3, "max_position_embeddings": 1024}
+_COMMON = {name: size for name, size in _HEADS.items() if name.endswith(("_id", "vocab_size", "hidden_size", "layers"))}
 _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -295,18 +290,3 @@ def test_what_is_not_committed_marks_no_edge() -> None:
     carried.note(0, [StateRow({"state": torch.zeros(1, 2)}, 0)], 0)
     carried.keep((0,))
     assert carried.edges == []
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
-def test_short_memory_makes_requests_wait_and_changes_no_token(family: str) -> None:
-    model = packed(family, torch.bfloat16)
-    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
-    prompts = [[(7 * place * number + 1) % VOCAB for place in range(280)] for number in (1, 2, 3)]
-    free = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed").generate(prompts, params)
-    # It learns what a token takes, and how many are drafted.
-    Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=1 << 30)
-    least = model.pool.bytes_for_one(320)
-    short = Engine(model, "prompt-lookup,min_ngram=1", controller="fixed", max_cache_bytes=int(1.4 * least))
-    answers = short.generate(prompts, params)
-    assert [each.token_ids for each in answers] == [each.token_ids for each in free]
-    assert short.cache_bytes <= 1.4 * least and short.check_idle() == []

@@ -16,12 +16,7 @@ HEAD = 16
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
     # The only one of these that also scales cosines and sines, here by 1.14.
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.backends import fused_backend, native_backend
+from support.tiny_models import build, llama
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
 from truedraft.models.backends.base import BackendMaker
@@ -35,23 +35,11 @@ IN_CODES = ", keys and values in codes"
 
 def random_llama(kv_heads: int, backend: BackendMaker) -> HuggingFaceModel:
     """4 layers of width 384."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(kv_heads)
-        return HuggingFaceModel(LlamaForCausalLM(config).to(torch.bfloat16), None, "random", backend)
+    config = llama(
+        vocab_size=VOCAB, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=kv_heads, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    return HuggingFaceModel(build(config, kv_heads, 0.06, torch.bfloat16), None, "random", backend)
 
 
 @dataclass

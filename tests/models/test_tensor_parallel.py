@@ -25,12 +25,13 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 from cli.tiny import save_tiny_llama
 from engine.test_cache_bytes import hold_to_a_budget, texts
 from support.real_models import needs_smollm2
+from support.rows import assert_rows_are_alike
 from support.tiny_models import PROMPTS, drafter_of, noisy, reference_with_lead, stock, stock_logits
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.certify import Stack, certify
 from truedraft.cli.report import target_record
 from truedraft.cli.session import StackOptions
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
@@ -42,7 +43,6 @@ from truedraft.models.sharding import refuse_unsharded, shard
 from truedraft.verification import SpeculativeSampling
 
 COUNT = 24
-PATH = 8
 EMBEDDED_DRAFTERS = ("prompt-lookup", "suffix", "draft", "draft,branching=2-2-1", "medusa,nodes=8", "redrafter", "auto")
 
 
@@ -154,35 +154,8 @@ def test_a_text_that_begins_alike_is_copied_in_every_process(two: HuggingFaceMod
     assert engine.shared_tokens >= copied + 128
 
 
-def forward(model: HuggingFaceModel, *segments: Segment) -> Tensor:
-    return model.forward(list(segments)).logits
-
-
 def test_rows_are_the_same_bits_whatever_shares_a_forward(two: HuggingFaceModel) -> None:
-    rows_are_alike(two)
-
-
-def rows_are_alike(model: HuggingFaceModel) -> None:
-    """A path's logits, all at once, beside a neighbour, one by one, and in a tree with siblings between."""
-    ids = torch.randint(model.vocab_size, (60,), generator=torch.Generator().manual_seed(3))
-    context, path, other = ids[:40], ids[40 : 40 + PATH], ids[40 + PATH :]
-    with model.trying() as cache, model.trying() as beside:
-        forward(model, Segment(cache, context, chain_shape(40), ()))
-        cache.commit(range(40))
-        forward(model, Segment(beside, ids[:20], chain_shape(20), ()))
-        beside.commit(range(20))
-        expected = forward(model, Segment(cache, path, chain_shape(PATH), range(PATH)))
-        neighbour = Segment(beside, other, chain_shape(len(other)), range(len(other)))
-        assert forward(model, neighbour, Segment(cache, path, chain_shape(PATH), range(PATH)))[-PATH:].equal(expected)
-        # Node 2 i is the path's, node 2 i + 1 its sibling.
-        tree = TreeShape(tuple(parent for i in range(PATH) for parent in [2 * i - 2 if i else -1] * 2))
-        mixed = torch.stack([path, other[:PATH]], dim=1).flatten()
-        assert forward(model, Segment(cache, mixed, tree, range(0, 2 * PATH, 2))).equal(expected)
-        cache.commit(range(0, 2 * PATH, 2)[:4])
-        for place in range(4, PATH):
-            row = forward(model, Segment(cache, path[place : place + 1], chain_shape(1), (0,)))
-            assert row[0].equal(expected[place]), place
-            cache.commit((0,))
+    assert_rows_are_alike(two)
 
 
 def test_the_lm_head_alone_gives_the_logits_of_its_vectors(two: HuggingFaceModel) -> None:
@@ -249,7 +222,7 @@ def test_two_processes_answer_as_one_in_other_families(family: str, tmp_path: Pa
     engine = Engine(model, drafter_of("tree", noisy(family, 0.1)), controller=controller_from_spec("fixed"))
     assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers]
     if family not in ("mixtral", "qwen3_moe"):  # whose routers have other bits for one row, in one process too
-        rows_are_alike(model)
+        assert_rows_are_alike(model)
 
 
 @pytest.mark.scale
@@ -292,7 +265,7 @@ def test_three_processes_answer_as_one_with_a_real_model(tmp_path_factory: pytes
         rows = stock_logits(reference, [*prompt, *answer])[len(prompt) - 1 : -1]
         behind = rows.max(-1).values - rows[range(len(answer)), answer]
         assert behind.max() < 1e-3  # transformers would say the same, or the two nearly tie
-    rows_are_alike(three)
+    assert_rows_are_alike(three)
 
 
 @pytest.mark.scale

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from support.backends import fused_backend, llama_of, native_backend
-from support.tiny_models import build
+from support.tiny_models import build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
 from truedraft.models.attention import Full
@@ -121,10 +120,7 @@ def test_bits_are_the_same_on_any_number_of_threads(backend: BackendMaker, monke
         pytest.skip("this processor has no packed products of this kind")
     monkeypatch.setattr(NativeBackend, "fits", staticmethod(lambda *_: False))
     monkeypatch.setattr(FusedBackend, "fits", staticmethod(lambda *_: False))
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=384, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=6,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = llama(vocab_size=4096, hidden_size=384, intermediate_size=1024, num_attention_heads=6)
     model = HuggingFaceModel(build(config, seed=0, spread=0.05), None, "model", backend)
     assert model._backend.any_threads
     cache, before = model.new_cache(), torch.get_num_threads()
@@ -160,12 +156,8 @@ def test_while_torch_has_one_thread_forwards_have_all() -> None:
 
 @pytest.mark.parametrize(("backend", "torch_threads"), [(native_backend, 1), (StockBackend, 2)])
 def test_within_a_step_torch_keeps_out_of_the_way_of_native_threads(backend: BackendMaker, torch_threads: int) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    made = build(config, seed=0, spread=0.05, dtype=torch.float32)
-    if backend is native_backend and not NativeBackend.fits(llama_of(made, [Full()])):
+    made = build(llama(hidden_size=64, intermediate_size=64, num_attention_heads=2), seed=0, spread=0.05)
+    if backend is native_backend and not NativeBackend.fits(llama_of(made, [Full()] * 2)):
         pytest.skip("decoder.c cannot be compiled here")
     engine = Engine(HuggingFaceModel(made, None, "model", backend))
     seen: list[tuple[int, int]] = []

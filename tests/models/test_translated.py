@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from test_translation import permuted
 from tiny_tokenizers import byte_level, small_llama
 
+from support import tiny_models
 from support.backends import HostRecorder, graph_backend
 from support.chi_square import p_value
 from support.tiny_models import build
@@ -39,12 +40,7 @@ PROMPTS = ["the quick brown fox", "def f(x):\n    return", "naïve café — Üb
 
 
 def llama(tokenizer: Tokenizer, seed: int = 2, context: int = 256) -> PreTrainedModel:
-    sizes = LlamaConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96, max_position_embeddings=context,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    return build(sizes, seed=seed)
+    return build(tiny_models.llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=context), seed=seed)
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,18 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Conf
 
 from support.codes import assert_given_by_codes, in_eight_bits, logits
 from support.gguf_files import write
-from support.tiny_models import build
+from support.rows import assert_rows_are_alike
+from support.tiny_models import VECTORS, build
 from truedraft import load_model
-from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec, specs
 from truedraft.errors import UnknownOptionError, UnsupportedModelError
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Weights
-from truedraft.models.base import Segment
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 
-SIZES: dict[str, Any] = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 101, "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256, "eos_token_id": None,
-    "bos_token_id": None,
+SIZES = VECTORS | {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2
 }  # fmt: skip
 FAMILIES = [
     pytest.param(LlamaConfig(**SIZES, tie_word_embeddings=True), id="llama-tied"),
@@ -88,13 +84,7 @@ def test_memory_is_that_of_the_fewer_bits_and_all_is_said(folder: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["q8", "q4"])
 def test_a_row_has_the_same_bits_in_any_company(weights: str, folder: Path) -> None:
-    model = load_model(folder, weights=weights)
-    together = logits(model, IDS)
-    cache = model.new_cache()
-    for place, token in enumerate(IDS):
-        alone = model.forward([Segment(cache, token[None], chain_shape(1), (0,))]).logits.float()
-        cache.commit([0])
-        assert alone[0].equal(together[place])
+    assert_rows_are_alike(load_model(folder, weights=weights))
 
 
 def test_experts_may_have_fewer_bits(tmp_path: Path) -> None:

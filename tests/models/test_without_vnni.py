@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.test_gguf import as_function, kept
+from models.test_gguf import kept
+from support.backends import as_function
 from support.gguf_files import TYPES, random_blocks, write
 from support.pairwise import some_of
 from truedraft import load_model

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from truedraft import Engine, SamplingParams
+from truedraft import Engine
 from truedraft.core.verdict import Origin
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
@@ -117,17 +117,6 @@ def finished(engine: Engine, requests: Iterable[Request]) -> list[Answer]:
     while not all(request.closed for request in waiting):
         engine.step()
     return [answer for request in waiting if (answer := request.pieces[-1].answer) is not None]
-
-
-def assert_ends_inside_blocks(plain: Engine, drafting: Engine, prompt: list[int]) -> None:
-    """A length, a stop id and a context of 160 tokens end greedy answers, each with tokens of a block behind it."""
-    expected = plain.generate(prompt, SamplingParams(max_tokens=40)).token_ids
-    for count in range(1, 12):
-        assert drafting.generate(prompt, SamplingParams(max_tokens=count)).token_ids == expected[:count]
-    for stop in set(expected):
-        answer = drafting.generate(prompt, SamplingParams(max_tokens=40, stop_token_ids=(stop,)))
-        assert answer.token_ids == expected[: expected.index(stop)]
-    assert drafting.generate([1] * 155, SamplingParams(max_tokens=40)).finish_reason == "length"
 
 
 def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

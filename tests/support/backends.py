@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -12,6 +14,9 @@ from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording
 from truedraft.models.backends.native import NativeBackend
+from truedraft.models.backends.native.backend import NativeLmHead
+from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights
 from truedraft.models.llama import Llama
 from truedraft.models.probe import probe_patterns
 
@@ -32,6 +37,23 @@ def native_backend(model: PreTrainedModel) -> NativeBackend:
 
 def graph_backend(model: PreTrainedModel, recorder: Recorder | None = None) -> GraphBackend:
     return GraphBackend(llama_of(model), recorder)
+
+
+def library_for(dtype: torch.dtype) -> Any:
+    """That of the native forward; skips the test where there is none."""
+    library = built(dtype).library
+    if library is None:
+        pytest.skip(f"no native forward: {built(dtype).reason}")
+    return library
+
+
+def as_function(library: Any, weights: Weights, linear: CLinear, dtype: torch.dtype) -> NativeLmHead:
+    """A layer alone, whose weights are kept with it."""
+    model = CModel()
+    model.lm_head, model.stride = linear, -(-max(linear.outputs, linear.inputs) // UNIT) * UNIT
+    head = NativeLmHead(library, model, dtype, Scratch(library, dtype, model.stride))
+    head.kept = weights  # type: ignore[attr-defined]
+    return head
 
 
 class OnTheHost:

@@ -16,25 +16,9 @@ def summary(name: str, speed: float, length: float = 1.0, drafts: bool = False) 
 
 def circumstances() -> Circumstances:
     return Circumstances(
-        model="embedded:target",
-        note="cost of a 500 M model, text of a 16 M model",
-        pad_to="500M",
-        weights=None,
-        drafters=("draft",),
-        peers=(),
-        rule="speculative",
-        dtype="bfloat16",
-        device="cpu",
-        threads=2,
-        fast_paths=("packed weights",),
-        batch=1,
-        prompt_set="heldout",
-        prompts=2,
-        runs=1,
-        sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7},
-        must_agree=True,
-        costs_kept=False,
-        bandwidth=4e10,
-        weight_bytes=10**9,
-        machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
-    )
+        model="embedded:target", note="cost of a 500 M model, text of a 16 M model", pad_to="500M", weights=None,
+        drafters=("draft",), peers=(), rule="speculative", dtype="bfloat16", device="cpu", threads=2,
+        fast_paths=("packed weights",), batch=1, prompt_set="heldout", prompts=2, runs=1,
+        sampling={"temperature": 0.0, "max_tokens": 5, "seed": 7}, must_agree=True, costs_kept=False, bandwidth=4e10,
+        weight_bytes=10**9, machine={"cpu": "a CPU", "cores": 2, "torch": "2"},
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,13 @@ from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.quantized import GROUP
 
 
-def logits(model: LanguageModel, ids: Tensor) -> Tensor:
+@torch.inference_mode()
+def logits(model: LanguageModel, ids: Tensor | Sequence[int]) -> Tensor:
     """`[tokens, vocab]`, after each token of a text, in float32."""
     cache = model.new_cache()
     try:
-        return model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits.float()
+        segment = Segment(cache, torch.as_tensor(ids), chain_shape(len(ids)), range(len(ids)))
+        return model.forward([segment]).logits.float()
     finally:
         model.release_cache(cache)
 

@@ -7,6 +7,22 @@ from collections.abc import Mapping, Sequence
 from truedraft.engine.policy import Goodput, RequestView, StepRecord, StepTimes
 
 
+class FakeClock:
+    """Seconds that only tests and their doubles move.
+
+    Args:
+        reading_s: that each look at it takes.
+    """
+
+    def __init__(self, reading_s: float = 0.0) -> None:
+        self.now = 100.0
+        self._reading_s = reading_s
+
+    def __call__(self) -> float:
+        self.now += self._reading_s
+        return self.now
+
+
 class FakeTimes(StepTimes):
     """Seconds of steps by rows, and of a drafted token by drafter; a further request costs a fifth of the first.
 

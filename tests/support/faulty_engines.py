@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from truedraft.measure.peers.asking import FILTERS
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import heldout_prompts_file
 from truedraft.testing import scaled
-from truedraft.verification import SpeculativeSampling
+from truedraft.verification import Rule, SpeculativeSampling
 
 LENGTH = 4
 """Of a chain of drafted tokens."""
@@ -240,6 +241,16 @@ def _right(seen: Seen, params: SamplingParams) -> Tensor:
 # ------------------------------------------------------------------------------------------------ faults
 
 
+def _with(**changes: Callable[[Any, SamplingParams], Any]) -> Callable[[Models, SamplingParams], Stack]:
+    """The chain, some of whose parts are made of what they were and of options."""
+
+    def parts(models: Models, params: SamplingParams) -> Stack:
+        stack = _chain(models)
+        return stack.but(**{name: change(getattr(stack, name), params) for name, change in changes.items()})
+
+    return parts
+
+
 def _shared(models: Models, params: SamplingParams) -> Stack:
     stack = _chain(models, _flat_draft(models))
     return stack.but(drafter=draws_by_gumbel(stack.drafter), rule=recovers_by_the_same_noise(stack.rule))
@@ -260,9 +271,8 @@ def _likeliest(seen: Seen, params: SamplingParams) -> Tensor:
 
 
 def _off_by_one(name: str, more: int) -> Planted:
-    def parts(models: Models, params: SamplingParams) -> Stack:
-        stack = _chain(models)
-        return stack.but(rule=replaced_probs(stack.rule, lambda p: nucleus_off_by_one(p, params.top_p, more)))
+    def cut(rule: Rule, params: SamplingParams) -> Rule:
+        return replaced_probs(rule, lambda p: nucleus_off_by_one(p, params.top_p, more))
 
     def law(seen: Seen, params: SamplingParams) -> Tensor:
         return nucleus_off_by_one(seen.used, params.top_p, more)  # the engine made no nucleus
@@ -270,17 +280,7 @@ def _off_by_one(name: str, more: int) -> Planted:
     def touches(seen: Seen, law: Tensor) -> Tensor:
         return total_variation(law, seen.p) >= EDGE
 
-    return Planted(name, _NUCLEUS, parts, law, touches, lambda params: replace(params, top_p=1.0))
-
-
-def _residual_is_target(models: Models, params: SamplingParams) -> Stack:
-    stack = _chain(models)
-    return stack.but(rule=faults.residual_is_target(stack.rule))
-
-
-def _cuts(models: Models, params: SamplingParams) -> Stack:
-    stack = _chain(models)
-    return stack.but(drafter=cuts_unlikely_draws(stack.drafter, _CUT_BELOW))
+    return Planted(name, _NUCLEUS, _with(rule=cut), law, touches, lambda params: replace(params, top_p=1.0))
 
 
 def _emitted_by_cutting(seen: Seen, params: SamplingParams) -> Tensor:
@@ -288,23 +288,11 @@ def _emitted_by_cutting(seen: Seen, params: SamplingParams) -> Tensor:
 
 
 def _stale(name: str, break_it: Callable[[LanguageModel], LanguageModel]) -> Planted:
-    def parts(models: Models, params: SamplingParams) -> Stack:
-        stack = _chain(models)
-        return stack.but(target=break_it(stack.target))
-
-    return Planted(name, _WARM, parts, _used, _all)
+    return Planted(name, _WARM, _with(target=lambda target, _: break_it(target)), _used, _all)
 
 
-def _in_bfloat16(models: Models, params: SamplingParams) -> Stack:
-    stack = _chain(models)
-    return stack.but(drafter=draws_in_bfloat16(stack.drafter))
-
-
-def _judges_at_one(models: Models, params: SamplingParams) -> Stack:
-    stack = _chain(models)
-    return stack.but(
-        rule=faults.judges_another_temperature(stack.rule, 1.0 / (params.temperature or 1.0))
-    )  # 0 is greedy
+def _judges_at_one(rule: Rule, params: SamplingParams) -> Rule:
+    return faults.judges_another_temperature(rule, 1.0 / (params.temperature or 1.0))  # 0 is greedy
 
 
 def _emitted_judged_at_one(seen: Seen, params: SamplingParams) -> Tensor:
@@ -324,6 +312,9 @@ _WARM = SamplingParams(temperature=1.0)
 _COOL = SamplingParams(temperature=0.7)
 _NUCLEUS = SamplingParams(temperature=1.0, top_p=0.5)
 _STOP = SamplingParams(temperature=0.7, stop=("\n",), max_tokens=48)
+_RESIDUAL_IS_P = _with(rule=lambda rule, _: faults.residual_is_target(rule))
+_CUTS = _with(drafter=lambda drafter, _: cuts_unlikely_draws(drafter, _CUT_BELOW))
+_IN_BFLOAT16 = _with(drafter=lambda drafter, _: draws_in_bfloat16(drafter))
 
 FAULTS = (
     Planted(
@@ -344,14 +335,16 @@ FAULTS = (
     Planted("greedy above 0", _COOL, _draft, _likeliest, _all, lambda params: replace(params, temperature=0.0)),
     _off_by_one("top-p keeps one too many", 1),
     _off_by_one("top-p drops the crossing one", -1),
-    Planted("residual replaced by p", _WARM, _residual_is_target, _at_judged(faults.RESIDUAL_IS_P.emitted)),
-    Planted("cut by its own probability", _WARM, _cuts, _emitted_by_cutting, lambda seen, law: seen.opened),
+    Planted("residual replaced by p", _WARM, _RESIDUAL_IS_P, _at_judged(faults.RESIDUAL_IS_P.emitted)),
+    Planted("cut by its own probability", _WARM, _CUTS, _emitted_by_cutting, lambda seen, law: seen.opened),
     _stale("stale state keeps a rejected token", keeps_rejected),
     _stale("stale state loses an accepted token", faults.loses_last_accepted),
     Planted("stop inside a block is ignored", _STOP, _draft, ends="past"),
     Planted("stop inside a block ends it late", _STOP, _draft, ends="late"),
-    Planted("drawn in bfloat16, judged in float32", _WARM, _in_bfloat16, _at_judged(faults.IN_BFLOAT16.emitted)),
-    Planted("q judged at temperature 1", SamplingParams(temperature=0.5), _judges_at_one, _emitted_judged_at_one),
+    Planted("drawn in bfloat16, judged in float32", _WARM, _IN_BFLOAT16, _at_judged(faults.IN_BFLOAT16.emitted)),
+    Planted(
+        "q judged at temperature 1", SamplingParams(temperature=0.5), _with(rule=_judges_at_one), _emitted_judged_at_one
+    ),
     Planted("n-gram candidates always accepted", _WARM, _accepts_ngrams, _at_judged(faults.KEEPS_ALL.emitted)),
 )
 """The eight that are asked for, two of them in two ways, and behind them three that public threads name."""
@@ -381,9 +374,8 @@ def _cascade(models: Models) -> Stack:
     return _chain(models).but(drafter=drafter, controller=FixedBudget(drafter.limits))
 
 
-def _in_order_of_llama_cpp(models: Models, params: SamplingParams) -> Stack:
-    stack = _chain(models)
-    return stack.but(rule=replaced_probs(stack.rule, lambda p: llama_cpp_filters(p, params)))
+def _in_order_of_llama_cpp(rule: Rule, params: SamplingParams) -> Rule:
+    return replaced_probs(rule, lambda p: llama_cpp_filters(p, params))
 
 
 SOUND = (
@@ -397,7 +389,7 @@ SOUND = (
     Planted(
         "filters in llama.cpp's order",
         SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05),
-        _in_order_of_llama_cpp,
+        _with(rule=_in_order_of_llama_cpp),
         _right,
         asked=lambda params: replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
         filters=("top_k", "top_p", "min_p", "temperature"),

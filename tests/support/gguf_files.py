@@ -12,16 +12,8 @@ from numpy.typing import NDArray
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 # Where the float16 scales of a type's block begin.
-_SCALES = {
-    "Q8_0": (0,),
-    "Q4_0": (0,),
-    "Q5_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
+_SCALES = dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), (0,)) | dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+_SCALES |= {"Q6_K": (208,)}
 _WIDTH, _INNER, _LAYERS = 256, 512, 2
 _TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 
@@ -116,30 +108,20 @@ def _head(architecture: str) -> int:
 
 def _tensors(architecture: str, vocab: int, heads: int, kv_heads: int, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
     head = _head(architecture)
+    query, key = heads * head, kv_heads * head
     found: list[tuple[str, tuple[int, ...]]] = [
-        ("token_embd.weight", (vocab, _WIDTH)),
-        ("output_norm.weight", (_WIDTH,)),
-    ]
-    if not tied:
-        found.append(("output.weight", (vocab, _WIDTH)))
+        ("token_embd.weight", (vocab, _WIDTH)), ("output_norm.weight", (_WIDTH,)),
+        *([] if tied else [("output.weight", (vocab, _WIDTH))]),
+    ]  # fmt: skip
     for layer in range(_LAYERS):
         parts: list[tuple[str, tuple[int, ...]]] = [
-            ("attn_norm.weight", (_WIDTH,)),
-            ("attn_q.weight", (heads * head, _WIDTH)),
-            ("attn_k.weight", (kv_heads * head, _WIDTH)),
-            ("attn_v.weight", (kv_heads * head, _WIDTH)),
-            ("attn_output.weight", (_WIDTH, heads * head)),
-            ("ffn_norm.weight", (_WIDTH,)),
-            ("ffn_gate.weight", (_INNER, _WIDTH)),
-            ("ffn_up.weight", (_INNER, _WIDTH)),
+            ("attn_norm.weight", (_WIDTH,)), ("attn_q.weight", (query, _WIDTH)), ("attn_k.weight", (key, _WIDTH)),
+            ("attn_v.weight", (key, _WIDTH)), ("attn_output.weight", (_WIDTH, query)), ("ffn_norm.weight", (_WIDTH,)),
+            ("ffn_gate.weight", (_INNER, _WIDTH)), ("ffn_up.weight", (_INNER, _WIDTH)),
             ("ffn_down.weight", (_WIDTH, _INNER)),
-        ]
+        ]  # fmt: skip
         if architecture == "qwen2":
-            parts += [
-                ("attn_q.bias", (heads * head,)),
-                ("attn_k.bias", (kv_heads * head,)),
-                ("attn_v.bias", (kv_heads * head,)),
-            ]
+            parts += [("attn_q.bias", (query,)), ("attn_k.bias", (key,)), ("attn_v.bias", (key,))]
         if architecture in ("qwen3", "gemma3"):
             parts += [("attn_q_norm.weight", (head,)), ("attn_k_norm.weight", (head,))]
         if architecture == "gemma3":

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from support.backends import HostRecorder, graph_backend, native_backend
-from support.tiny_models import CONTEXT, PROMPTS, VOCAB, build
+from support.tiny_models import CONTEXT, PROMPTS, VECTORS, VOCAB, build
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
 from truedraft.drafters import CutShortError, DraftRequest
@@ -36,11 +36,8 @@ Head = TypeVar("Head", bound=Any)
 
 def as_transformers_runs_it() -> PreTrainedModel:
     """A target of three layers."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return build(config, seed=3, spread=0.15)
+    sizes = VECTORS | {"vocab_size": VOCAB, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT}
+    return build(LlamaConfig(**sizes), seed=3, spread=0.15)
 
 
 def target(backend: str = "stock") -> HuggingFaceModel:

@@ -127,5 +127,5 @@ KINDS: Mapping[str, Kind] = {
         training=_HERE + "LinearTrainingConfig",
         exports=_HERE + "EXPORTS",
         variants=_HERE + "EXAMINED",
-    ),
+    )
 }

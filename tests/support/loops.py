@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from support.tiny_models import GROUPED, VOCAB, WINDOW, build
+from support.tiny_models import GROUPED, WINDOW, build
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
@@ -99,7 +99,7 @@ def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[T
     outputs: list[tuple[Tensor, ...]] = []
 
     def drawn(count: int) -> Tensor:
-        return torch.randint(VOCAB, (count,), generator=generator).to(model.device)
+        return torch.randint(model.vocab_size, (count,), generator=generator).to(model.device)
 
     def forward(*segments: Segment) -> None:
         output = model.forward_showing(segments, layers) if layers else model.forward(segments)
@@ -125,7 +125,7 @@ def run_forwards(model: HuggingFaceModel, layers: Sequence[int] = ()) -> tuple[T
         forward(Segment(second, drawn(until - written), level, range(until - written), written))
     second.commit((0, 2, 5))
     forward(chain(third, 1))
-    forward(tree(second, rows=(1, 6)), chain(first, 2))  # another order, few rows
+    forward(tree(second, rows=(1, 6)), tree(first, TreeShape((-1, -1))))  # another order, few rows, two first nodes
     second.commit(())
     second.rollback(40)
     model.release_cache(first)  # its pages are free

@@ -13,51 +13,30 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from support.tiny_models import GROUPED
 from truedraft.models import MultimodalPrompt
 from truedraft.models.embedded import embedded_folder
 
 PLACEHOLDER = 150
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 200,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+TEXT: dict[str, Any] = GROUPED | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 _VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 8,
-}
+}  # fmt: skip
 _QWEN_VISION: dict[str, Any] = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 8,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+    "depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2
+}  # fmt: skip
 _QWEN_NEW_VISION = _QWEN_VISION | {
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 48,
-    "num_position_embeddings": 64,
-}
+    "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "num_position_embeddings": 64
+}  # fmt: skip
 _WHISPER = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
 _MROPE = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 _GEMMA_TEXT = TEXT | {
-    "head_dim": 16,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
+    "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,20 +88,15 @@ class Multimodal:
 
 def _qwen(kind: str, vision: dict[str, Any], **text: Any) -> Multimodal:
     parts = {
-        "text_config": TEXT | {"rope_parameters": _MROPE} | text,
-        "vision_config": vision,
-        "image_token_id": PLACEHOLDER,
-        "video_token_id": 151,
-        "vision_start_token_id": 152,
+        "text_config": TEXT | {"rope_parameters": _MROPE} | text, "vision_config": vision,
+        "image_token_id": PLACEHOLDER, "video_token_id": 151, "vision_start_token_id": 152,
         "vision_end_token_id": 153,
-    }
-    return Multimodal(
-        kind,
-        parts,
-        (152, PLACEHOLDER, 153),
-        6,
-        lambda: {"pixel_values": torch.randn(24, 384), "image_grid_thw": torch.tensor([[1, 4, 6]])},
-    )
+    }  # fmt: skip
+
+    def inputs() -> dict[str, Tensor]:
+        return {"pixel_values": torch.randn(24, 384), "image_grid_thw": torch.tensor([[1, 4, 6]])}
+
+    return Multimodal(kind, parts, (152, PLACEHOLDER, 153), 6, inputs)
 
 
 def _pixels(*shape: int) -> Callable[[], dict[str, Tensor]]:
@@ -133,14 +107,10 @@ FAMILIES: dict[str, Multimodal] = {
     "llava": Multimodal(
         "LlavaForConditionalGeneration",
         {
-            "text_config": {"model_type": "llama"} | TEXT,
+            "text_config": {"model_type": "llama"} | TEXT, "image_token_index": PLACEHOLDER, "vision_feature_layer": -1,
             "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32} | _VISION,
-            "image_token_index": PLACEHOLDER,
-            "vision_feature_layer": -1,
         },
-        (PLACEHOLDER,),
-        4,
-        _pixels(1, 3, 16, 16),
+        (PLACEHOLDER,), 4, _pixels(1, 3, 16, 16),
     ),
     "qwen2_vl": _qwen(
         "Qwen2VLForConditionalGeneration", _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
@@ -151,79 +121,55 @@ FAMILIES: dict[str, Multimodal] = {
     ),
     # Two of its three layers carry states.
     "qwen3_5": _qwen(
-        "Qwen3_5ForConditionalGeneration",
-        _QWEN_NEW_VISION | {"deepstack_visual_indexes": []},
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        "Qwen3_5ForConditionalGeneration", _QWEN_NEW_VISION | {"deepstack_visual_indexes": []}, head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     ),
     # The tokens of an image see each other, later ones too.
     "gemma3": Multimodal(
         "Gemma3ForConditionalGeneration",
         {
-            "text_config": _GEMMA_TEXT,
-            "vision_config": {"vision_use_head": False} | _VISION,
-            "mm_tokens_per_image": 4,
-            "image_token_index": PLACEHOLDER,
-            "boi_token_index": 151,
-            "eoi_token_index": 152,
+            "text_config": _GEMMA_TEXT, "vision_config": {"vision_use_head": False} | _VISION, "mm_tokens_per_image": 4,
+            "image_token_index": PLACEHOLDER, "boi_token_index": 151, "eoi_token_index": 152,
         },
-        (151, PLACEHOLDER, 152),
-        4,
-        _pixels(1, 3, 16, 16),
+        (151, PLACEHOLDER, 152), 4, _pixels(1, 3, 16, 16),
     ),
     # Caps its scores, and its whole prompt sees itself.
     "paligemma": Multimodal(
         "PaliGemmaForConditionalGeneration",
         {
-            "text_config": {"model_type": "gemma2"} | _GEMMA_TEXT,
+            "text_config": {"model_type": "gemma2"} | _GEMMA_TEXT, "image_token_index": PLACEHOLDER,
             "vision_config": {"model_type": "siglip_vision_model", "projection_dim": 64, "vision_use_head": False}
             | _VISION,
-            "image_token_index": PLACEHOLDER,
             "projection_dim": 64,
         },
-        (PLACEHOLDER,),
-        4,
-        _pixels(1, 3, 16, 16),
+        (PLACEHOLDER,), 4, _pixels(1, 3, 16, 16),
     ),
     "mistral3": Multimodal(
         "Mistral3ForConditionalGeneration",
         {
-            "text_config": {"model_type": "mistral", "head_dim": 16} | TEXT,
+            "text_config": {"model_type": "mistral", "head_dim": 16} | TEXT, "image_token_index": PLACEHOLDER,
             "vision_config": {"model_type": "pixtral", "head_dim": 16} | _VISION | {"image_size": 64},
-            "image_token_index": PLACEHOLDER,
             "vision_feature_layer": -1,
         },
-        (PLACEHOLDER,),
-        6,
+        (PLACEHOLDER,), 6,
         lambda: {"pixel_values": torch.randn(1, 3, 32, 48), "image_sizes": torch.tensor([[32, 48]])},
     ),
     "qwen2_audio": Multimodal(
         "Qwen2AudioForConditionalGeneration",
         {
-            "text_config": {"model_type": "qwen2"} | TEXT,
+            "text_config": {"model_type": "qwen2"} | TEXT, "audio_token_index": PLACEHOLDER,
             "audio_config": {
-                "model_type": "qwen2_audio_encoder",
-                "d_model": 32,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 48,
-                "num_mel_bins": 8,
-                "max_source_positions": 16,
+                "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 16,
             },
-            "audio_token_index": PLACEHOLDER,
         },
-        (PLACEHOLDER,),
-        8,
+        (PLACEHOLDER,), 8,
         lambda: {
-            "input_features": torch.randn(1, 8, 32),
-            "feature_attention_mask": torch.ones(1, 32, dtype=torch.int64),
+            "input_features": torch.randn(1, 8, 32), "feature_attention_mask": torch.ones(1, 32, dtype=torch.int64)
         },
     ),
-}
+}  # fmt: skip
 
 
 def save_with_processor(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,27 +94,27 @@ def tiny_llama() -> LanguageModel:
     return packed("llama")
 
 
-def slow_markov() -> LanguageModel:
-    """The same table, whose forwards take as long as they like: mostly nothing, now and then 30 milliseconds."""
-    model, calls = near_markov(), iter(range(1 << 30))
+def _before_each(act: Callable[[], object]) -> LanguageModel:
+    """The draft that is near, which does something before each forward."""
+    model = near_markov()
 
     def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        time.sleep(0.03 if next(calls) % 7 == 3 else 0.0)
+        act()
         return model.forward(segments)
 
     return altered(model, forward=forward)
+
+
+def slow_markov() -> LanguageModel:
+    """Its forwards take as long as they like: mostly nothing, now and then 30 milliseconds."""
+    calls = iter(range(1 << 30))
+    return _before_each(lambda: time.sleep(0.03 if next(calls) % 7 == 3 else 0.0))
 
 
 def dying_markov(forwards: int) -> LanguageModel:
     """A draft whose process dies in its so-manieth forward."""
-    model, calls = near_markov(), iter(range(forwards))
-
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        if next(calls, None) is None:
-            os._exit(7)
-        return model.forward(segments)
-
-    return altered(model, forward=forward)
+    calls = iter(range(forwards))
+    return _before_each(lambda: next(calls, None) is not None or os._exit(7))
 
 
 def failing_markov() -> LanguageModel:
@@ -124,14 +124,13 @@ def failing_markov() -> LanguageModel:
 
 def broken_markov(forwards: int) -> LanguageModel:
     """A draft that fails in its so-manieth forward."""
-    model, calls = near_markov(), iter(range(forwards))
+    calls = iter(range(forwards))
 
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+    def act() -> None:
         if next(calls, None) is None:
             raise RuntimeError("the draft is broken")
-        return model.forward(segments)
 
-    return altered(model, forward=forward)
+    return _before_each(act)
 
 
 def off_by_one(target: MarkovModel) -> MarkovModel:

@@ -17,24 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from support.tiny_models import build
+from support.tiny_models import GROUPED, build
 
 Made = tuple[dict[str, Tensor], Tensor]
 """A layer's tensors by what stands behind its name, and the weight `[out, in]` that they stand for, in float32."""
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 192,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES: dict[str, Any] = GROUPED | {
+    "vocab_size": 192, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256
+}  # fmt: skip
 """All that are read in groups are multiples of 64."""
 
 

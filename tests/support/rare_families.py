@@ -9,31 +9,18 @@ import pytest
 import transformers
 from transformers import PretrainedConfig
 
+from support import tiny_models
 from support.tiny_models import CONTEXT, VOCAB, WINDOW
 
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SMALL: dict[str, Any] = tiny_models.SMALL | {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 64, "num_local_experts": 4}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _GEMMA: dict[str, Any] = SMALL | {
-    "num_hidden_layers": 4,
-    "intermediate_size": 64,
-    "head_dim": 16,
-    "global_head_dim": 16,
+    "num_hidden_layers": 4, "intermediate_size": 64, "head_dim": 16, "global_head_dim": 16, "sliding_window": WINDOW,
     "layer_types": _ALTERNATING * 2,
-    "sliding_window": WINDOW,
     "tie_word_embeddings": False,  # tied, a wide random model repeats its last token for ever
-}
+}  # fmt: skip
 
 
 def config(name: str, **sizes: Any) -> PretrainedConfig:

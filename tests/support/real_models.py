@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+from support.codes import logits
 from support.embedded_models import shared_model
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.core.tree import chain_shape
 from truedraft.files import SMOLLM2
-from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.embedded import smollm2_missing
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -31,15 +29,6 @@ def smollm2_here() -> HuggingFaceModel:
     """SmolLM2-135M-Instruct as it is taken by its word, one for all tests of a process."""
     needs_smollm2()
     return shared_model(SMOLLM2)
-
-
-def logits_of(model: LanguageModel, ids: Sequence[int]) -> Tensor:
-    """`[tokens, vocab]`, after each token of a text, in float32."""
-    with torch.inference_mode():
-        cache = model.new_cache()
-        output = model.forward([Segment(cache, torch.tensor(ids), chain_shape(len(ids)), range(len(ids)))])
-        model.release_cache(cache)
-    return output.logits.float()
 
 
 def assert_answers_as_transformers(
@@ -64,6 +53,6 @@ def assert_answers_as_transformers(
         with torch.inference_mode():
             expected = reference(torch.tensor([text[:-1]])).logits[0]
         assert expected[len(prompt) - 1 :].argmax(-1).tolist() == answer.token_ids
-        wanted, found = (logits.log_softmax(-1) for logits in (expected, logits_of(codes, text[:-1])))
+        wanted, found = (each.log_softmax(-1) for each in (expected, logits(codes, text[:-1])))
         kl = (wanted.exp() * (wanted - found)).sum(-1)
         assert 0 < kl.mean() < most_kl

@@ -16,33 +16,37 @@ from truedraft.models.backends.graphs.replay import Outputs, Recording
 from truedraft.models.base import LanguageModel
 
 
-class Recordable(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: reading from the device, and copying numbers of the host to it."""
+class Waitless(TorchDispatchMode):
+    """Refuses operations that wait for a device, because their result's shape or value must be known.
 
-    READS = frozenset(
-        {
-            "_local_scalar_dense",
-            "item",
-            "nonzero",
-            "masked_select",
-            "unique",
-            "_unique2",
-            "is_nonzero",
-            "equal",
-            "bincount",
-        }
-    )
+    Attributes:
+        operations: those that ran, with the shapes of their tensors.
+    """
+
+    refused = frozenset({
+        "_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2", "is_nonzero", "equal",
+        "bincount", "repeat_interleave.Tensor",
+    })  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name, overload, kwargs = func._schema.name.removeprefix("aten::"), func._overloadname, kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
         by_mask = name.startswith("index") and any(
             isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:])
         )
-        if name in self.READS or by_mask or (name == "repeat_interleave" and overload == "Tensor"):
-            raise AssertionError(f"{name} waits for the device")
-        if name == "lift_fresh":
-            raise AssertionError(f"{name} copies numbers of the host to the device")
-        return func(*args, **kwargs)
+        if {name, f"{name}.{func._overloadname}"} & self.refused or by_mask:
+            raise AssertionError(f"{name} waits for the device, or copies to it")
+        self.operations.append((name, tuple(tuple(each.shape) for each in args if isinstance(each, Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+class Recordable(Waitless):
+    """Refuses all that a CUDA graph cannot hold: copying numbers of the host to the device, too."""
+
+    refused = Waitless.refused | {"lift_fresh"}
 
 
 class StrictRecorder(HostRecorder):

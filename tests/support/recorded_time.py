@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from support.backends import HostRecorder, llama_of
-from support.tiny_models import GROUPED, build
+from support.fake_times import FakeClock
+from support.tiny_models import build, llama
 from truedraft.engine import engine, failures, request, step
 from truedraft.engine.policy import kept
 from truedraft.models.backends.graphs import GraphBackend
@@ -25,16 +26,6 @@ from truedraft.models.huggingface import HuggingFaceModel
 
 UNRECORDED, RECORDING = 5.0, 15.0
 _LONGEST = 64  # longer segments never are recorded
-
-
-class Clock:
-    """Seconds that only forwards move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class TimedBackend(GraphBackend):
@@ -48,7 +39,7 @@ class TimedBackend(GraphBackend):
     """
 
     def __init__(
-        self, module: PreTrainedModel, clock: Clock, seconds: Callable[[int], float], forgets: bool = False
+        self, module: PreTrainedModel, clock: FakeClock, seconds: Callable[[int], float], forgets: bool = False
     ) -> None:
         self.recorder = HostRecorder()
         super().__init__(llama_of(module), self.recorder)
@@ -77,15 +68,15 @@ class TimedBackend(GraphBackend):
 
 
 def recorded_model(
-    name: str, clock: Clock, seconds: Callable[[int], float], *, positions: int = 512, forgets: bool = False
+    name: str, clock: FakeClock, seconds: Callable[[int], float], *, positions: int = 512, forgets: bool = False
 ) -> HuggingFaceModel:
     """A small Llama, the same weights for every name."""
-    module = build(LlamaConfig(**GROUPED, max_position_embeddings=positions), seed=3)
+    module = build(llama(intermediate_size=64, max_position_embeddings=positions), seed=3)
     made = partial(TimedBackend, clock=clock, seconds=seconds, forgets=forgets)
     return HuggingFaceModel(module, None, name, made)
 
 
-def go_by(clock: Clock, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def go_by(clock: FakeClock, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let engines take their time from a clock, for steps, drafts and what is measured; costs are kept in a folder."""
     for module in (step, failures, request, kept):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))

@@ -1,8 +1,16 @@
-"""Step records for tests, from sums over their requests."""
+"""Step records for tests, from sums over their requests; and those of an engine."""
 
 from __future__ import annotations
 
+from truedraft import Engine
 from truedraft.core.stats import RequestStep, StepRecord
+
+
+def watched(engine: Engine) -> list[StepRecord]:
+    """Filled with the records of an engine's steps."""
+    records: list[StepRecord] = []
+    engine.listeners.append(records.append)
+    return records
 
 
 def step_record(

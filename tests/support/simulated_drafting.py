@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.fake_times import FakeClock
 from truedraft import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
 from truedraft.engine.policy import Budget, Controller, Decision, Hint, RequestView, RunningTimes
@@ -28,22 +29,6 @@ STEP_S, ROW_S, DRAFT_S = 0.010, 0.0003, 0.001
 def steady(rate: float) -> Acceptance:
     """The same at all times."""
     return lambda seconds, request, position: rate
-
-
-class FakeClock:
-    """Seconds that only simulations move.
-
-    Args:
-        reading_s: that each look at it takes.
-    """
-
-    def __init__(self, reading_s: float = 0.0) -> None:
-        self.now = 100.0
-        self._reading_s = reading_s
-
-    def __call__(self) -> float:
-        self.now += self._reading_s
-        return self.now
 
 
 @dataclass

@@ -40,20 +40,23 @@ CONTEXT = 256
 WINDOW = 8
 
 _NO_SPECIAL_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    **_NO_SPECIAL_IDS,
-}
+SMALL: dict[str, Any] = _NO_SPECIAL_IDS | {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4
+}  # fmt: skip
 GROUPED = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64}
+VECTORS: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+"""Sizes of whole vectors, which the native forward takes."""
 _COMMON = SMALL | {"max_position_embeddings": CONTEXT}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 64, "num_key_value_heads": 2}
 
 
-def llama() -> PretrainedConfig:
-    return LlamaConfig(**_COMMON, num_key_value_heads=2, intermediate_size=96)
+def llama(**sizes: Any) -> LlamaConfig:
+    """A Llama of some sizes, of which those that are not given are small."""
+    return LlamaConfig(**GROUPED | {"intermediate_size": 96, "max_position_embeddings": CONTEXT} | sizes)
 
 
 def qwen3() -> PretrainedConfig:

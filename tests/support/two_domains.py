@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from support.head_models import MarkovWithEmbedding
-from support.tiny_models import build
+from support.tiny_models import build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagle, Redrafter
 from truedraft.drafters.heads.base import HeadDrafter
@@ -72,27 +72,19 @@ def prompts(kind: int, count: int, seed: int = 0) -> list[list[int]]:
 
 
 WIDTH = VOCAB**2
-_DRAFT = LlamaConfig(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+_DRAFT = llama(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+)
 _LAYERS: dict[str, Any] = {"layers": (0,), "heads": 4, "kv_heads": 4, "head": 8, "inner": 64}
+_BLOCK = _LAYERS | {"mask_id": VOCAB - 1, "depth": 1}
 _SIZES: dict[type[Head], dict[str, Any]] = {
     MedusaHeads: {"heads": REACH, "reads_token": True},
     RedrafterHead: {"state": 16, "exit_width": WIDTH, "layers": 1, "length": REACH},
     Eagle3Head: {**_LAYERS, "reach": REACH},
     PEagleHead: {**_LAYERS, "reach": REACH, "mask_token": VOCAB - 1},
-    DFlashHead: {**_LAYERS, "block": REACH + 1, "mask_id": VOCAB - 1, "depth": 1},
-    DFlash2Head: {
-        **_LAYERS,
-        "block": REACH + 1,
-        "mask_id": VOCAB - 1,
-        "depth": 1,
-        "group": 4,
-        "rank": 8,
-        "candidates": 4,
-    },
-    DSparkHead: {**_LAYERS, "block": REACH, "mask_id": VOCAB - 1, "depth": 1, "from_anchor": True, "markov": 16},
+    DFlashHead: {**_BLOCK, "block": REACH + 1},
+    DFlash2Head: {**_BLOCK, "block": REACH + 1, "group": 4, "rank": 8, "candidates": 4},
+    DSparkHead: {**_BLOCK, "block": REACH, "from_anchor": True, "markov": 16},
 }
 
 

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from support.simulated_drafting import FakeClock, SimulatedDrafter, SimulatedRequest, Simulation, steady
+from support.fake_times import FakeClock
+from support.simulated_drafting import SimulatedDrafter, SimulatedRequest, Simulation, steady
 from truedraft import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, RequestStep, StepRecord
 from truedraft.engine.policy import (

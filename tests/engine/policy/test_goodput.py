@@ -59,7 +59,21 @@ def lengths(simulation: Simulation, request: int = 0, last: int = 200) -> list[i
 # ------------------------------------------------------------------------------------------ cascades
 
 
-def answering(rate: float, guesses: float, answers: int, counted: bool = True) -> tuple[Simulation, list[float]]:
+def answers_of(simulation: Simulation, count: int, pause_s: float) -> list[float]:
+    """Of answers of 64 tokens, one after another, each at a temperature of its own, tokens over plain decoding's."""
+    found = []
+    for number in range(count):
+        params = SamplingParams(temperature=0.8 + 0.001 * number)
+        simulation.requests = [SimulatedRequest(number, params, remaining=64)]
+        simulation.reset()
+        while simulation.requests[0].remaining > 0:
+            simulation.step()
+        found.append(simulation.of_plain)
+        simulation.clock.now += pause_s
+    return found
+
+
+def answering(rate: float, guesses: float, answers: int, counted: bool = True) -> list[float]:
     """Answers of 64 tokens, long after one another, by a cascade: a level takes 0.4 of a step.
 
     Each has a temperature of its own, so that nothing is known of its acceptance.
@@ -69,9 +83,6 @@ def answering(rate: float, guesses: float, answers: int, counted: bool = True) -
         guesses: chance that one of its chain's tokens behind the first takes no level.
         answers: that are given.
         counted: whether it says how many tokens took none.
-
-    Returns:
-        The simulation, and of each answer its tokens over those of plain decoding.
     """
     chance = random.Random(7)
     learned: defaultdict[int, _Guessed] = defaultdict(lambda: _Guessed(_OWN_MEMORY))
@@ -86,16 +97,7 @@ def answering(rate: float, guesses: float, answers: int, counted: bool = True) -
 
     limits = Budget(12, 1, 12)
     simulation = simulated(drafters=[SimulatedDrafter(steady(rate), 0.4 * STEP_S, limits, hint, levels=levels)])
-    found = []
-    for number in range(answers):
-        params = SamplingParams(temperature=0.8 + 0.001 * number)
-        simulation.requests = [SimulatedRequest(number, params, remaining=64)]
-        simulation.reset()
-        while simulation.requests[0].remaining > 0:
-            simulation.step()
-        found.append(simulation.of_plain)
-        simulation.clock.now += 8.0
-    return simulation, found
+    return answers_of(simulation, answers, 8.0)
 
 
 @pytest.mark.parametrize("guesses", [0.0, 0.3, 0.8])
@@ -103,10 +105,10 @@ def answering(rate: float, guesses: float, answers: int, counted: bool = True) -
 def test_a_cascade_is_priced_by_what_its_guesses_save(rate: float, guesses: float) -> None:
     """Whether it copies or not is seen from its rounds: on the mean no answer is slower than plain decoding, and where
     it saves most levels it is much faster than one whose levels nobody counts."""
-    _, found = answering(rate, guesses, 40)
+    found = answering(rate, guesses, 40)
     assert statistics.mean(found) > 0.97
     if rate == 0.9 and guesses == 0.8:
-        _, uncounted = answering(rate, guesses, 40, counted=False)
+        uncounted = answering(rate, guesses, 40, counted=False)
         assert statistics.median(found) > 1.25 * statistics.median(uncounted)
 
 
@@ -134,15 +136,7 @@ def test_unknown_sampling_options_cost_little(rate: float, least: float) -> None
 
     machine = Machine(lambda rows: STEP_S * (1.0 + 0.28 * (rows - 1)))
     drafter = SimulatedDrafter(steady(rate), 0.1 * DRAFT_S, Budget(12, 1, 12), hint)
-    simulation, found = simulated(drafters=[drafter], machine=machine), []
-    for number in range(40):
-        params = SamplingParams(temperature=0.5 + 0.01 * number)
-        simulation.requests = [SimulatedRequest(number, params, remaining=64)]
-        simulation.reset()
-        while simulation.requests[0].remaining > 0:
-            simulation.step()
-        found.append(simulation.of_plain)
-    assert statistics.mean(found) > least
+    assert statistics.mean(answers_of(simulated(drafters=[drafter], machine=machine), 40, 0.0)) > least
 
 
 def test_plain_decoding_that_settles_is_what_drafting_must_beat() -> None:

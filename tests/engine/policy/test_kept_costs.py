@@ -14,8 +14,9 @@ from typing import NoReturn
 
 import pytest
 import torch
-from timed_doubles import Clock, TimedModel
+from timed_doubles import TimedModel
 
+from support.fake_times import FakeClock
 from support.records import step_record
 from support.tiny_models import noisy, packed
 from truedraft import Engine, __version__
@@ -329,7 +330,7 @@ class Kept:
     """A kept curve of a model, judged as time goes by."""
 
     def __init__(self, folder: Path) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.clock.now = 1e9
         self.store = CostStore(folder, self.clock)
         self.model = MarkovModel.random(5, 0, context_length=64)
@@ -383,7 +384,7 @@ def test_nothing_is_kept_and_nothing_is_judged(tmp_path: Path) -> None:
 
 
 def test_steps_of_an_engine_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr("truedraft.engine.step.time.perf_counter", clock)
     engine = Engine(TimedModel.of(clock, lambda rows, contexts: 0.013 * rows))
     assert ratio_of_steps(engine, V) == pytest.approx(1.3)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.simulated_drafting import DRAFT_S, FakeClock, Machine, SimulatedDrafter, steady
+from support.fake_times import FakeClock
+from support.simulated_drafting import DRAFT_S, Machine, SimulatedDrafter, steady
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.engine.policy import RunningTimes
 from truedraft.engine.policy.running import Corrected, _between

@@ -106,10 +106,7 @@ def test_short_curves_are_measured_once_and_kept_apart(store: CostStore, monkeyp
     again = nodes_for(target, medusa(), costs=StepCosts(target, store=store))
     assert again.costs.measuring_s == 0.0 and again.choice == first.choice
     assert nodes_for(target, medusa(), costs=StepCosts(target, store=store, refresh=True)).costs.measuring_s > 0.0
-    assert store.load(target_key(target), TargetCost) == (
-        None,
-        None,
-    )  # a short curve does not stand in for a long one
+    assert store.load(target_key(target), TargetCost) == (None, None)  # a short curve does not stand in for a long one
 
     kept = target_cost(target, effort=once, store=store)
     assert store.load(target_key(target), TargetCost) == (kept.value, None)

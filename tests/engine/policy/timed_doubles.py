@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from support.fake_times import FakeClock
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
@@ -13,15 +14,7 @@ from truedraft.drafters.base import DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
-
-class Clock:
-    """Seconds that only move when something costs some."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+Cost = Callable[[int, tuple[int, ...]], float]
 
 
 class TimedModel(MarkovModel):
@@ -30,11 +23,11 @@ class TimedModel(MarkovModel):
     `cost` gives seconds from rows and the contexts of the requests.
     """
 
-    cost: Callable[[int, tuple[int, ...]], float]
-    clock: Clock
+    cost: Cost
+    clock: FakeClock
 
     @classmethod
-    def of(cls, clock: Clock, cost: Callable[[int, tuple[int, ...]], float], context_length: int = 2048) -> TimedModel:
+    def of(cls, clock: FakeClock, cost: Cost, context_length: int = 2048) -> TimedModel:
         model = cls(torch.full((3, 3, 3), 1 / 3, dtype=torch.float64), context_length=context_length)
         model.clock, model.cost = clock, cost
         return model
@@ -48,7 +41,7 @@ class TimedModel(MarkovModel):
 class TimedDrafter(ScriptedDrafter):
     """Proposes a chain as deep as its budget, in known seconds: 1 ms to begin, 2 ms a token, 3 ms to observe."""
 
-    def __init__(self, clock: Clock, depth: int = 4, most: int = 1_000) -> None:
+    def __init__(self, clock: FakeClock, depth: int = 4, most: int = 1_000) -> None:
         super().__init__(lambda tokens: [], depth=depth)
         self.clock = clock
         self.most = most

@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from storages import (
-    CALLS,
-    HEADS,
-    KEY_WIDTH,
-    LIMIT,
-    POOLS,
-    VALUE_WIDTH,
-    assert_holds,
-    filled,
-    forward,
-    value_width,
-)
+from storages import CALLS, HEADS, KEY_WIDTH, LIMIT, POOLS, VALUE_WIDTH, assert_holds, filled, forward, value_width
 from torch import Tensor
 
 from truedraft.errors import CacheError

@@ -83,11 +83,7 @@ def plain(target: LanguageModel, prompts: list[str], options: Options) -> dict[s
 @pytest.mark.slow
 @needs_bfloat16
 def test_answers_with_a_chain_are_the_same(
-    target: LanguageModel,
-    draft: LanguageModel,
-    prompts: list[str],
-    options: Options,
-    plain: dict[str, list[list[int]]],
+    target: LanguageModel, draft: LanguageModel, prompts: list[str], options: Options, plain: dict[str, list[list[int]]]
 ) -> None:
     engine = Engine(target, DraftModel(draft, 4), max_batch=14, controller="fixed")
     for name, answers in answers_of(engine, prompts, options).items():
@@ -98,11 +94,7 @@ def test_answers_with_a_chain_are_the_same(
 
 @needs_bfloat16
 def test_answers_alone_and_with_trees_are_the_same(
-    target: LanguageModel,
-    draft: LanguageModel,
-    prompts: list[str],
-    options: Options,
-    plain: dict[str, list[list[int]]],
+    target: LanguageModel, draft: LanguageModel, prompts: list[str], options: Options, plain: dict[str, list[list[int]]]
 ) -> None:
     tree = Engine(target, DraftModel(draft, branching=(3, 2, 1)), max_batch=5, controller="fixed")
     for name, answers in answers_of(tree, prompts[:5], options).items():
