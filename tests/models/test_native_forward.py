@@ -51,7 +51,7 @@ from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Scratch, packed, padded_bias
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
+from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
@@ -206,11 +206,11 @@ LONG_CONFIGS = {
     "llama": lambda: llama(**LONG),
     "four to a key head of 64": lambda: llama(**LONG, num_attention_heads=8, num_key_value_heads=2, head_dim=64),
     "half a pair of vectors": lambda: GlmConfig(
-        **SIZES | LONG | {"head_dim": 80}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.4}
+        **VECTORS | LONG | {"head_dim": 80}, pad_token_id=None, rope_parameters=PARTLY | {"partial_rotary_factor": 0.4}
     ),
-    "a window of 301": lambda: MistralConfig(**SIZES | LONG, sliding_window=301),
+    "a window of 301": lambda: MistralConfig(**VECTORS | LONG, sliding_window=301),
     "sinks": lambda: GptOssConfig(
-        **SIZES | LONG, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=301
+        **VECTORS | LONG, pad_token_id=None, num_local_experts=6, num_experts_per_tok=2, sliding_window=301
     ),
 }
 TREE = TreeShape((-1, 0, 0, 1, 2, 4, 5))  # deeper than what is left of the third chunk
