@@ -29,7 +29,7 @@ from truedraft.models.cache import Buffers, CachePool, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import noting_shift, on_device
 from truedraft.models.packing import ForwardPlan, SegmentPlan
-from truedraft.models.states import cache_keyword
+from truedraft.models.recurrence import cache_keyword
 
 _MOST_REREAD = 16
 """Most committed tokens that are read again with drafted ones, before they are read into the kept cache."""
