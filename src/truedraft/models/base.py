@@ -15,7 +15,7 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelError, PromptError, UnsupportedModelError
 from truedraft.models.cache import CachePool, RequestCache
-from truedraft.models.processor import Processor
+from truedraft.models.multimodal import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 

@@ -25,10 +25,9 @@ from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel,
 from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
-from truedraft.models.multimodal import placeholders_of, senses_of
+from truedraft.models.multimodal import Processor, placeholders_of, senses_of
 from truedraft.models.padding import padding_note_of, padding_of
 from truedraft.models.probe import rows_depend_on_their_number, some_ids
-from truedraft.models.processor import Processor
 from truedraft.models.quantized import dequantize
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread

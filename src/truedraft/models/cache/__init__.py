@@ -1,8 +1,7 @@
 """Key/value memory: preallocated, rollback sets a length, commit keeps an accepted path."""
 
 from truedraft.models.cache.bounded import FIRST, BoundedContext, bounded, stored_place
-from truedraft.models.cache.buffers import WIDEST_GAP, Buffers, Entries, key_span
-from truedraft.models.cache.coded import CodedBuffers
+from truedraft.models.cache.buffers import WIDEST_GAP, Buffers, CodedBuffers, Entries, key_span
 from truedraft.models.cache.family import BLOCK, FamilyState
 from truedraft.models.cache.pages import PAGE, PagePool, Pages, PageTable
 from truedraft.models.cache.prefixes import FEW, PrefixCache
