@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
 from truedraft.files import refuse_no_adapter
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.packed_linear import filled
-from truedraft.models.packing import ForwardPlan
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ from truedraft.models.probe import (
     refuse_later_tokens,
 )
 from truedraft.models.quantized import dequantize, is_quantized
-from truedraft.models.ranks import Ranks
-from truedraft.models.sharding import refuse_unsharded
+from truedraft.models.ranks import Ranks, refuse_unsharded
 from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
 from truedraft.options import BITS, KV_DTYPES
 from truedraft.progress import log_stage

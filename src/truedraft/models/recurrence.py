@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.attention import ForwardPlan, SegmentPlan
 from truedraft.models.cache.family import PIECE, StateRow
-from truedraft.models.packing import ForwardPlan, SegmentPlan
 
 States: TypeAlias = dict[str, Tensor]
 """By name, `[batch, ...]` each; empty at the start of a text."""

@@ -21,16 +21,13 @@ from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, Le
 from truedraft.drafters.heads.texts import READ_TOKENS
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
-from truedraft.models.attention import Scoring
-from truedraft.models.backends.graphs.growth import Grow
-from truedraft.models.backends.graphs.heads import GraphPairs
-from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
-from truedraft.models.backends.graphs.replay import Outputs, Recorder
+from truedraft.models.attention import ForwardPlan, Scoring
+from truedraft.models.backends.graphs.heads import GraphPairs, Grow
+from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS, Outputs, Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
-from truedraft.models.packing import ForwardPlan
 
 
 class PairRunner(LevelRunner, Protocol):

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of
-from truedraft.models.packing import ForwardPlan
 
 
 class Backend(ABC):

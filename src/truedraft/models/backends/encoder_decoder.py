@@ -17,10 +17,10 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.attention import SegmentPlan
 from truedraft.models.backends.sequential import PathCache, SequentialBackend
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.multimodal import on_device
-from truedraft.models.packing import SegmentPlan
 from truedraft.models.sources import Sources
 
 

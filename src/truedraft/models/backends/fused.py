@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.attention import AttentionPattern, ForwardPlan, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import NativeLinear, native_linears
 from truedraft.models.llama import Linears, Llama, LlamaLayer, Product
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
-from truedraft.models.packing import ForwardPlan
 
 
 class FusedBackend(Backend):

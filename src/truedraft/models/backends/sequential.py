@@ -24,11 +24,11 @@ from transformers import Cache, PreTrainedModel
 
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.attention import ForwardPlan, SegmentPlan
 from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.cache import Buffers, CachePool, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import noting_shift, on_device
-from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.recurrence import cache_keyword
 
 _MOST_REREAD = 16

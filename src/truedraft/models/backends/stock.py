@@ -18,13 +18,12 @@ from transformers.masking_utils import sdpa_mask
 
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
-from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.attention import AttentionPattern, ForwardPlan, Scoring
 from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.cache import CachePool
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packed_linear import multiplies_only_packed
-from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
 

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, tiled_attention, write
 from truedraft.models.backends.graphs.batch import Inputs, Numbers
-from truedraft.models.backends.graphs.growth import ChosenChains
-from truedraft.models.backends.graphs.paged import PagedForward
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder
+from truedraft.models.backends.graphs.heads import ChosenChains
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, PagedForward, Recorder
 from truedraft.models.base import Choose, ForwardOutput, Segment
 from truedraft.models.cache import CachePool, PagePool, Pages
 from truedraft.models.llama import Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import joined
-from truedraft.models.packing import ForwardPlan
 
 _MOST_TABULATED = 1 << 17
 """Positions in the table at the start; the table grows with longer texts."""

@@ -18,7 +18,7 @@ from torch.nn.functional import pad, silu
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError, UnsupportedModelError
-from truedraft.models.attention import Full
+from truedraft.models.attention import ForwardPlan, Full, SegmentPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import (
@@ -43,7 +43,6 @@ from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.mapped import forget_pages, return_freed_memory
 from truedraft.models.packed_linear import release
-from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.threads import forward_threads
 

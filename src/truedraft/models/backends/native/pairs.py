@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from truedraft.core.top_k import TopK
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.backends.native.backend import NativeBackend
 from truedraft.models.backends.native.memory import LANES
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import release
-from truedraft.models.packing import ForwardPlan
 
 
 class NativePairs(NativeBackend):
