@@ -61,10 +61,8 @@ class FusedBackend(Backend):
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
         return twin
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        return self.run_watched(plan, (), {})
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        seen: dict[int, Tensor] = {}
         for table in self._rotaries:
             table.reach(plan.furthest)
         rotations = [table.at(plan.positions[0]) for table in self._rotaries]
@@ -76,7 +74,7 @@ class FusedBackend(Backend):
             if call in layers:
                 seen[call] = x.index_select(0, plan.rows)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, plan.rows))  # [requested, width]
-        return self._lm_head(hidden), hidden
+        return self._lm_head(hidden), hidden, *(seen[layer] for layer in layers)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head(self._whole_rows(vectors, self._lm_head.in_features))[: len(vectors)]

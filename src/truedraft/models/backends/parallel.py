@@ -56,12 +56,12 @@ class ParallelBackend(StockBackend):
     def new_pool(self, limit: int) -> CachePool:
         return _NotedPool(limit, self._notes)
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
         self._ranks.check()
         described = [_plain(part.segment) for part in plan.segments]
         with self._ranks.in_step():
             self._ranks.send((self._taken(), described))
-            return super().run(plan)
+            return super().run(plan, layers)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         self._ranks.check()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,50 +52,35 @@ class SequentialBackend(ModuleBackend):
                 "again"
             )
         super().__init__(model)
-        self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
-        self._shown: dict[int, list[Tensor]] = {}  # their requested rows
+        self._watched: Sequence[int] = ()  # layers
+        self._outputs: dict[int, Tensor] = {}  # of these layers in the last forward
         self.note = f"{self._way}: {reason}"
 
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, drops=False)
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        logits: list[Tensor] = []
-        hidden: list[Tensor] = []
-        for part in plan.segments:
-            tokens = plan.tokens[0, part.start : part.start + part.count]
-            found: dict[int, tuple[Tensor, ...]] = {}
-            for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
-                found |= self._read(part, run, tokens)
-            for row in part.segment.rows:
-                one, vector, *shown = found[row]
-                logits.append(one)
-                hidden.append(vector)
-                for vectors, each in zip(self._shown.values(), shown, strict=True):
-                    vectors.append(each)
-        if not logits:
-            width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
-            none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
-            return self.unembed(none), none
-        return torch.stack(logits), torch.stack(hidden)
-
-    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        cache = plan.segments[0].segment.cache
-        with noting_shift(self._model, cache):
-            found = self.run(plan)
-        cache.family.unshareable = not cache.family.encodes  # the masks of the decoder are unknown
-        return found
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        self._shown = {layer: [] for layer in layers}
-        try:
-            found = self._run_showing(plan, layers, self._outputs.__setitem__)
-            width = self._model.config.get_text_config().hidden_size
-            for layer, rows in self._shown.items():
-                seen[layer] = torch.stack(rows) if rows else found[1].new_zeros(0, width)
-        finally:
-            self._shown, self._outputs = {}, {}
-        return found
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        self._watched, self._outputs = layers, {}
+        cache, has_inputs = plan.segments[0].segment.cache, plan.segments[0].segment.inputs is not None
+        rows: list[tuple[Tensor, ...]] = []
+        with (
+            noting_shift(self._model, cache) if has_inputs else nullcontext(),
+            self._watching(layers, self._outputs.__setitem__),
+        ):
+            for part in plan.segments:
+                tokens = plan.tokens[0, part.start : part.start + part.count]
+                found: dict[int, tuple[Tensor, ...]] = {}
+                for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
+                    found |= self._read(part, run, tokens)
+                rows += [found[row] for row in part.segment.rows]
+        if has_inputs:
+            cache.family.unshareable = not cache.family.encodes  # the masks of the decoder are unknown
+        if rows:
+            return tuple(map(torch.stack, zip(*rows, strict=True)))
+        width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
+        none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
+        shown = none.new_zeros(0, self._model.config.get_text_config().hidden_size)
+        return self.unembed(none), none, *([shown] * len(layers))
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
         """Read a run; for its tokens in the segment's rows: logits, the LM head's input, outputs of watched layers."""
@@ -115,7 +101,7 @@ class SequentialBackend(ModuleBackend):
         hidden = self._captured.pop()[0]
         pick = slice(None) if len(logits) == len(places) else places
         kept = hidden if len(hidden) == len(places) else hidden[places]
-        shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._shown]
+        shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._watched]
         return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
-from truedraft.models.attention import ForwardPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, tiled_attention, write
@@ -42,11 +41,11 @@ class GraphBackend(Backend):
     """
 
     def __init__(self, llama: Llama, recorder: Recorder | None = None) -> None:
-        self._device = llama.device
+        device = llama.device
         self._decoder = decoder = Decoder(llama)
-        if recorder is None and self._device.type == "cuda":
-            recorder = CudaGraphs(self._device)
-        self.pages = Pages(*decoder.page_shape, llama.dtype, self._device)
+        if recorder is None and device.type == "cuda":
+            recorder = CudaGraphs(device)
+        self.pages = Pages(*decoder.page_shape, llama.dtype, device)
         self._paged = PagedForward(self.pages, self._forward, recorder, decoder.patterns, decoder.rotary)
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
@@ -103,10 +102,6 @@ class GraphBackend(Backend):
                 own.numbers.tokens.copy_(tokens)
             tokens = chains.choose(self._forward(own)[0][:, :vocab])
         return chains.found()
-
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        output = self.forward([part.segment for part in plan.segments], self._device)
-        return output.logits, output.hidden
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._decoder.unembed(vectors)

@@ -161,16 +161,8 @@ class NativeBackend(Backend):
         twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        return self.run_watched(plan, (), {})
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        return self._run(plan, layers, seen, ())
-
-    def _run(
-        self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """`run_watched`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
+    def run(self, plan: ForwardPlan, layers: Sequence[int], pairs: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """See `Backend`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # such as a column of a matrix
             tokens = tokens.to(torch.int64).contiguous()
@@ -205,8 +197,9 @@ class NativeBackend(Backend):
                 f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
             )
             raise ModelError(reasons[refused - 1])
-        seen.update(zip(shown, vectors, strict=True))
-        return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab], hidden
+        seen = dict(zip(shown, vectors, strict=True))
+        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
+        return logits, hidden, *(seen[layer] for layer in layers)
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         if not self._model.coded.bits:

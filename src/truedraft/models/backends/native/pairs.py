@@ -65,11 +65,10 @@ class NativePairs(NativeBackend):
         Returns:
             At the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
         """
-        seen: dict[int, Tensor] = {}
         embedded, vectors = embedded.contiguous(), vectors.contiguous()
         pairs = embedded.data_ptr(), vectors.data_ptr(), observed
-        logits, hidden = self._run(plan, self._shown, seen, pairs)
-        return seen.get(self.shown_layers - 1, hidden), logits
+        logits, *outputs = self.run(plan, self._shown, pairs)
+        return outputs[-1], logits
 
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
         rows, vocab = logits.shape
