@@ -194,8 +194,7 @@ class ModelKeys:
     @property
     def head(self) -> int:
         heads = self.values.get("attention.head_count", 0)
-        found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
-        return found
+        return self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
 
 
 @dataclass(frozen=True, slots=True)

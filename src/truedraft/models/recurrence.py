@@ -536,12 +536,11 @@ class _Products:
     def _part(self, linear: nn.Module, given: Tensor) -> Tensor:
         key = id(linear)
         if self._own is None:  # `[total, 1, width]`
-            output: Tensor = self._forwards[key](given)
+            output = self._forwards[key](given)
             self._made[key] = output.transpose(0, 1)
             return output
         if not self._shift and (self._given is None or not _is_same(given, self._given)):
-            own: Tensor = self._forwards[key](given)
-            return own
+            return self._forwards[key](given)
         made = self._made[key]
         return made[:, self._own] if isinstance(self._own, slice) else made[0, self._own][:, None]
 

@@ -60,15 +60,8 @@ def tensors_of(source: str, name: str, revision: str | None) -> dict[str, Place]
 
 def file_of(source: str, name: str, revision: str | None) -> str | None:
     """The path of a file of a folder or a hub name; None if there is none."""
-    found: str | None = cached_file(
-        source,
-        name,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return found
+    kinds = ("gated_repo", "missing_entries", "connection_errors")
+    return cached_file(source, name, revision=revision, **{f"_raise_exceptions_for_{each}": False for each in kinds})
 
 
 def weight_files(source: str, name: str, revision: str | None) -> list[str]:

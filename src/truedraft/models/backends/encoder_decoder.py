@@ -85,8 +85,7 @@ class EncoderDecoderBackend(SequentialBackend):
             # Measurements and checks use it repeatedly, and an encoder may take seconds.
             self._example = encoder(**given)[0] if self._example is None else self._example
             return self._example
-        vectors: Tensor = encoder(**given)[0]
-        return vectors
+        return encoder(**given)[0]
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
@@ -101,7 +100,7 @@ class EncoderDecoderBackend(SequentialBackend):
         }
         if self._sources.sound is None:  # the mask of a sound would be over its frames, all of which are visible
             given["attention_mask"] = torch.ones(1, cache.family.memory, dtype=torch.int64, device=ids.device)
-        logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
+        logits = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
         return logits
 

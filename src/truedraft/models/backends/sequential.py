@@ -120,8 +120,7 @@ class SequentialBackend(ModuleBackend):
         if inputs is not None:
             del given["position_ids"]
             given |= on_device(inputs, ids.device, self._model.dtype)
-        logits: Tensor = self._called(ids, given, use_cache=True, **{self._keyword: past}).logits[0]
-        return logits
+        return self._called(ids, given, use_cache=True, **{self._keyword: past}).logits[0]
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
         taken = {name: value for name, value in given.items() if name in self._takes}
@@ -324,8 +323,7 @@ class CopiedBackend(WholeTextBackend):
         read.past, read.ids = getattr(output, self._keyword, None), text[0].tolist()
         if read.past is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} gives no cache back that could be copied")
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
 
 def _bytes_of(part: Any) -> int:

@@ -467,5 +467,4 @@ def rows_of(table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]
 
 def rows_at(table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """`rows_of` for some positions."""
-    rows: NDArray[np.int64] = table[positions // PAGE] * PAGE + positions % PAGE
-    return rows
+    return table[positions // PAGE] * PAGE + positions % PAGE
