@@ -390,6 +390,13 @@ class ForwardPlan:
             outputs.append(outputs[0][:1].expand(padding, -1, -1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
+    def attend_rows(
+        self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """`attend` for `[total, heads, width]` each; returns `[total, heads * width]`."""
+        by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return self.attend(call, pattern, scoring, *by_head).flatten(1)
+
     def attend_masked(
         self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:

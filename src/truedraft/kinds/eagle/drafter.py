@@ -160,8 +160,7 @@ class Eagle3Runner:
 
     def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         call = next(calls)
-        by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(call, self._head.config.patterns[call], self._scoring, *by_head).flatten(1)
+        return plan.attend_rows(call, self._head.config.patterns[call], self._scoring, query, key, value)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens

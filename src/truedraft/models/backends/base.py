@@ -140,7 +140,9 @@ class ModuleBackend(Backend):
         self._model = model
         self.fast_paths = ()
         self.input_names = input_names_of(model)
-        self._layers = _decoder_layers(model)
+        count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        lists = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+        self._layers: Sequence[nn.Module] = list(lists[0]) if len(lists) == 1 else ()  # otherwise unknown
         self.shown_layers = len(self._layers)
         self._captured: list[Tensor] = []
         self._head = model.get_output_embeddings()
@@ -162,13 +164,6 @@ class ModuleBackend(Backend):
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
         self._captured.clear()
         return logits[: len(vectors)]
-
-
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers in order; empty unless exactly one module list has the configured number of layers."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    return list(lists[0]) if len(lists) == 1 else ()
 
 
 BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]

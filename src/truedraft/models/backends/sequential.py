@@ -292,8 +292,8 @@ class CopiedBackend(WholeTextBackend):
     ) -> Tensor:
         new, whole = ids.shape[1], text_of(ids, past)
         text, cache = whole[0].tolist(), past.cache
-        existing = cache.family.auxiliary
-        copies = cache.family.auxiliary = existing if isinstance(existing, _Copies) else _Copies()
+        copies: _Copies = cache.family.auxiliary or _Copies()
+        cache.family.auxiliary = copies
         if copies.kept is not None and cache.length - len(copies.kept.ids) > _MOST_REREAD:
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)

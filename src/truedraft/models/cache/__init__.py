@@ -8,23 +8,7 @@ from truedraft.models.cache.prefixes import FEW, PrefixCache
 from truedraft.models.cache.request import CachePool, RequestCache
 
 __all__ = [
-    "BLOCK",
-    "FEW",
-    "FIRST",
-    "PAGE",
-    "WIDEST_GAP",
-    "BoundedContext",
-    "Buffers",
-    "CachePool",
-    "CodedBuffers",
-    "Entries",
-    "FamilyState",
-    "PagePool",
-    "PageTable",
-    "Pages",
-    "PrefixCache",
-    "RequestCache",
-    "bounded",
-    "key_span",
+    "BLOCK", "FEW", "FIRST", "PAGE", "WIDEST_GAP", "BoundedContext", "Buffers", "CachePool", "CodedBuffers",
+    "Entries", "FamilyState", "PagePool", "PageTable", "Pages", "PrefixCache", "RequestCache", "bounded", "key_span",
     "stored_place",
-]
+]  # fmt: skip

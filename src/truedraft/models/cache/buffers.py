@@ -11,7 +11,6 @@ neighbours in the forward. Measured bit for bit to 8,192 keys (benchmarks/LOG.md
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,13 +35,6 @@ def key_span(positions: int) -> int:
     if _ONE_BLOCK < positions <= _FIRST_IN_BLOCKS:
         return _FIRST_IN_BLOCKS
     return -(-positions // _STEP) * _STEP
-
-
-class Keeper(Protocol):
-    """Keeps keys and values for later requests."""
-
-    def forget_oldest(self) -> bool:
-        """Free the least recently used entries; returns whether there were any."""
 
 
 class Entries:

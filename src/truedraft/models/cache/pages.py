@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -21,8 +22,11 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
-from truedraft.models.cache.buffers import Entries, Keeper
+from truedraft.models.cache.buffers import Entries
 from truedraft.models.cache.request import CachePool, RequestCache
+
+if TYPE_CHECKING:
+    from truedraft.models.cache.prefixes import PrefixCache
 
 PAGE = 16
 """Tokens of a page."""
@@ -48,7 +52,7 @@ class Pages:
         self._free: list[int] = []
         self._kept: Counter[int] = Counter()  # holders of each page that keep it for later requests
         self._dropped: deque[tuple[int, bool]] = deque()  # by finalisers, in any thread; whether it was kept
-        self._keepers: WeakSet[Keeper] = WeakSet()
+        self._keepers: WeakSet[PrefixCache] = WeakSet()
         self.generation = self.shares = 0
         self.reserved = 0
         self.lock = threading.RLock()
@@ -144,7 +148,7 @@ class Pages:
         with self.lock:
             self._kept.update(pages)
 
-    def reclaim_from(self, keeper: Keeper) -> None:
+    def reclaim_from(self, keeper: PrefixCache) -> None:
         self._keepers.add(keeper)
 
     @in_inference_mode
@@ -418,7 +422,7 @@ class PagePool(CachePool):
     def unreserve(self) -> None:
         self._pages.unreserve()
 
-    def reclaim_from(self, keeper: Keeper) -> None:
+    def reclaim_from(self, keeper: PrefixCache) -> None:
         self._pages.reclaim_from(keeper)
 
     @property

@@ -124,9 +124,9 @@ class PrefixCache:
             if each is not own and each.scope == own.scope and _alike(own.tokens, each.tokens) >= most
         ]
 
-    def available(self, number: int, least: int = 0, most: int | None = None) -> int:
+    def available(self, number: int, least: int = 0) -> int:
         with self._lock:
-            return self._found(self._members[number], least, most)[0]
+            return self._found(self._members[number], least)[0]
 
     @torch.inference_mode()
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
@@ -147,7 +147,7 @@ class PrefixCache:
             self.copied += own.cache.length - before
             return own.cache.length - before
 
-    def _found(self, own: _Member, least: int, most: int | None) -> tuple[int, _Member | None, list[_Block]]:
+    def _found(self, own: _Member, least: int, most: int | None = None) -> tuple[int, _Member | None, list[_Block]]:
         """How many tokens a cache can hold, and the request or the blocks to copy the missing ones from."""
         before, last = own.cache.length, own.last if most is None else min(own.last, most)
         least = max(before + FEW, least)

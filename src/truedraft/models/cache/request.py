@@ -11,11 +11,12 @@ from torch import Tensor
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
 from truedraft.models.cache.bounded import FIRST, BoundedContext, without
-from truedraft.models.cache.buffers import Buffers, Entries, Keeper, key_span
+from truedraft.models.cache.buffers import Buffers, Entries, key_span
 from truedraft.models.cache.family import MOST_EDGES, FamilyState
 
 if TYPE_CHECKING:
     from truedraft.models.cache.pages import PageTable
+    from truedraft.models.cache.prefixes import PrefixCache
 
 Storage: TypeAlias = "Buffers | PageTable"
 """Keys and values, with `capacity, calls, n_bytes, most, limit_to, reserve, write, keep, drop, entry, part, extend`."""
@@ -263,8 +264,8 @@ class CachePool:
         """Most bytes of caches, given their limits and the caches that exist already."""
         return sum(self.bytes_for_one(tokens) for tokens, _ in caches)
 
-    def reclaim_from(self, keeper: Keeper) -> None:
-        """Register a keeper that frees entries when the block of all caches is full, if there is one."""
+    def reclaim_from(self, keeper: PrefixCache) -> None:
+        """Register what frees entries when the block of all caches is full, if there is one."""
 
     def reserve(self, n_bytes: int, spare: int) -> None:
         """Allocate one block of `n_bytes` for all caches, and `spare` tokens for trials, if the pool uses a block."""

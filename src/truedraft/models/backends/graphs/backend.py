@@ -140,7 +140,7 @@ class Decoder:
             if self.attention is tiled_attention:
                 x = self._by_kernels(layer, x, numbers, pages.entries(call), attend)
             else:
-                x = layer.run(x, rotation, partial(_write_and_attend, inputs, pages, call, attend))
+                x = layer.run(x, rotation, partial(self._write_and_attend, inputs, pages, call, attend))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.logit_rows)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.logit_rows))
@@ -171,21 +171,15 @@ class Decoder:
         after = layer.after_mlp
         return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
 
+    @staticmethod
+    def _write_and_attend(
+        inputs: Inputs, pages: Pages, call: int, attend: Callable[[Tensor], Tensor], query: Tensor, *new: Tensor
+    ) -> Tensor:
+        write(inputs, pages, call, *new)
+        return attend(query)
+
     def unembed(self, vectors: Tensor) -> Tensor:
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
-
-
-def _write_and_attend(
-    inputs: Inputs,
-    pages: Pages,
-    call: int,
-    attend: Callable[[Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    write(inputs, pages, call, key, value)
-    return attend(query)
 
 
 @dataclass(frozen=True, slots=True)

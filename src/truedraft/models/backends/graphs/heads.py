@@ -192,22 +192,12 @@ class _GraphHead:
         return sum(each.recordings.warmups for each in self._forwards)
 
 
-class ReadPairs(Protocol):
-    """A head: from tokens and positions `[rows]`, vectors `[rows, width]`, attention, and the rows to return.
-
-    `observed` is whether the vectors are the target's; attention is `truedraft.drafters.heads.layers.Attend`.
-    """
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        vectors: Tensor,
-        observed: bool,
-        attention: Callable[[Tensor, Tensor, Tensor], Tensor],
-        rows: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Vectors `[rows, width]` and logits `[rows, ids]`, without waiting for the device."""
+ReadPairs: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, bool, Callable[[Tensor, Tensor, Tensor], Tensor], Tensor], tuple[Tensor, Tensor]
+]
+"""A head: from tokens and positions `[rows]`, vectors `[rows, width]`, whether these are the target's, attention
+(`truedraft.drafters.heads.layers.Attend`) and the rows to return: vectors `[rows, width]` and logits `[rows, ids]`,
+without waiting for the device."""
 
 
 class GraphPairs(_GraphHead):

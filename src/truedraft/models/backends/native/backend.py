@@ -339,35 +339,21 @@ def _units(outputs: int) -> int:
 
 
 def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer:
-    query_norm, key_norm = layer.query_norm, layer.key_norm
-    after_attention, after_mlp = layer.after_attention, layer.after_mlp
+    norms = (
+        layer.before_attention, layer.before_mlp, layer.query_norm, layer.key_norm, layer.after_attention,
+        layer.after_mlp,
+    )  # fmt: skip
+    kept = [None if each is None else weights.keep(each.weight) for each in norms]
+    before_attention, before_mlp, of_query, _, *after = (0.0 if each is None else each.eps for each in norms)
     qkv, out = _linear(layer.qkv, weights), _linear(layer.out, weights)
     if layer.experts is None:
         gate_up, down, router = _gate_up(layer.gate_up, weights), _linear(layer.down, weights), CLinear()
     else:
         gate_up, down, router = _experts(layer.experts, weights)
     return CLayer(
-        weights.keep(layer.before_attention.weight),
-        weights.keep(layer.before_mlp.weight),
-        None if query_norm is None else weights.keep(query_norm.weight),
-        None if key_norm is None else weights.keep(key_norm.weight),
-        None if after_attention is None else weights.keep(after_attention.weight),
-        None if after_mlp is None else weights.keep(after_mlp.weight),
-        None if layer.sinks is None else weights.keep(layer.sinks.float()),
-        qkv,
-        out,
-        gate_up,
-        down,
-        router,
-        layer.before_attention.eps,
-        layer.before_mlp.eps,
-        0.0 if query_norm is None else query_norm.eps,
-        0.0 if after_attention is None else after_attention.eps,
-        0.0 if after_mlp is None else after_mlp.eps,
-        layer.scaling,
-        pattern,
-        layer.rotary,
-    )
+        *kept, None if layer.sinks is None else weights.keep(layer.sinks.float()), qkv, out, gate_up, down, router,
+        before_attention, before_mlp, of_query, *after, layer.scaling, pattern, layer.rotary,
+    )  # fmt: skip
 
 
 def _activation(layer: LlamaLayer[Linears]) -> str | None:
