@@ -25,9 +25,7 @@ class _Family(NamedTuple):
 
 _FAMILIES = (
     _Family(  # Qwen 2.5 Coder and later, CodeGemma, Granite 4
-        "<|fim_prefix|>",
-        "<|fim_suffix|>",
-        "<|fim_middle|>",
+        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
         ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
     ),
     _Family(  # StarCoder, Granite
