@@ -86,11 +86,7 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # tokens with unreleased text, after up to _CONTEXT released ones
         self._released = 0  # characters of the window's text that have been returned
-        self._held = False
-
-    @property
-    def holding(self) -> bool:
-        return self._held
+        self.holding = False  # whether any text is held back
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Process the next tokens; return the text that has become final, often of earlier tokens."""
@@ -98,14 +94,14 @@ class StreamDetokenizer:
 
     def pending(self) -> str:
         """The held text, as it would be if no token followed."""
-        if not self._held:
+        if not self.holding:
             return ""
         return self._tokenizer.decode(self._window)[self._released :]
 
     def finish(self) -> str:
         """Return the held text at the end; the next `push` begins a new text."""
         rest = self.pending()
-        self._window, self._released, self._held = [], 0, False
+        self._window, self._released, self.holding = [], 0, False
         return rest
 
     def _push(self, token: int) -> str:
@@ -114,13 +110,13 @@ class StreamDetokenizer:
         self._window.append(token)
         if token in self._tokenizer.byte_values:
             # A run is decoded only when it ends, so that it costs no more than its length.
-            self._held = True
+            self.holding = True
             return ""
         text = self._tokenizer.decode(self._window)
         final = _final_length(text)
         piece = text[self._released : final]
         self._released = max(self._released, final)
-        self._held = self._released < len(text)
+        self.holding = self._released < len(text)
         if len(self._window) >= 2 * _CONTEXT:
             self._shorten(text[: self._released])
         return piece

@@ -93,7 +93,7 @@ class SequentialBackend(ModuleBackend):
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
         self._captured.clear()
         logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device), segment.inputs)
-        if not past.is_used:
+        if not past.calls:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
                 "use another model"
@@ -155,15 +155,11 @@ class PathCache(Cache):
         self._path = path
         self._new = new
         self._updated: set[int] = set()
-        self._call = 0
+        self.calls = 0
 
     @property
     def end(self) -> int:
         return self.cache.length + len(self._path) - self.cache.family.memory
-
-    @property
-    def is_used(self) -> bool:
-        return self._call > 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -174,18 +170,18 @@ class PathCache(Cache):
                 "supports one text, by head and token; use another model"
             )
         keys, values = self._buffers.write_path(
-            self._call, self.cache.length, self._path, key_states[0], value_states[0]
+            self.calls, self.cache.length, self._path, key_states[0], value_states[0]
         )
         self._updated.add(layer_idx)
-        self._call += 1
+        self.calls += 1
         return keys[None, :, self.cache.family.memory :], values[None, :, self.cache.family.memory :]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store keys `[1, new, width]` with which sparse attention selects positions; they have no values."""
         keys, _ = self._buffers.write_path(
-            self._call, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
+            self.calls, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
         )
-        self._call += 1
+        self.calls += 1
         return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
