@@ -343,8 +343,7 @@ class ForwardPlan:
         Kernels treat very short products differently, and a row must not depend on how many share its forward
         (docs/lossless.md, row invariance).
 
-        Raises:
-            ModelError: a segment has more or fewer tokens than new nodes.
+        Raises ModelError: a segment has more or fewer tokens than new nodes.
         """
         plans: list[SegmentPlan] = []
         positions: list[int] = []

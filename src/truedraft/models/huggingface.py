@@ -55,8 +55,7 @@ class HuggingFaceModel(LanguageModel):
         backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
         checkpoint: without it, the fingerprint of a model that may be packed is computed at once.
 
-    Raises:
-        UnsupportedModelError: the family cannot run packed; says why.
+    Raises UnsupportedModelError: the family cannot run packed; says why.
     """
 
     tokenizer: Tokenizer | Any  # None if there is none

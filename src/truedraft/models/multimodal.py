@@ -94,8 +94,7 @@ class MultimodalPrompt:
             encoded: returned with `return_tensors="pt"`.
             begun: the decoder's first tokens, such as a language and a task; empty for its default ones.
 
-        Raises:
-            PromptError: it holds no audio, or padding.
+        Raises PromptError: it holds no audio, or padding.
         """
         rest = dict(encoded)
         mask = rest.pop("attention_mask", None)

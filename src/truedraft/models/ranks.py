@@ -236,8 +236,7 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
     Returns:
         A function that makes its modules join their parts; call it after packing, which its hooks would prevent.
 
-    Raises:
-        UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
+    Raises UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
     """
     plan = model.tp_plan
     unknown = sorted(set(plan.values()) - _OUTPUTS - _SUMMED - _UNSHARDED)

@@ -143,8 +143,7 @@ class StopScanner:
     The stop text that is complete first wins; of those complete at the same character, the one that begins first. So
     the answer does not depend on how the text is chunked.
 
-    Raises:
-        OptionError: a stop text is empty.
+    Raises OptionError: a stop text is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -186,8 +185,7 @@ class TextStream:
 
     Without a `tokenizer` the text is empty; `shown` has names by id of special tokens that the text shows.
 
-    Raises:
-        OptionError: stop texts without a tokenizer, or an empty one.
+    Raises OptionError: stop texts without a tokenizer, or an empty one.
     """
 
     def __init__(

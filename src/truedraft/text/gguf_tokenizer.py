@@ -173,9 +173,7 @@ class _Vocabulary:
 def read_tokenizer(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a file, by its fields `tokenizer.*`; None for kinds that transformers builds (Gemma's, T5's).
 
-    Raises:
-        ModelError: the fields are inconsistent.
-        UnsupportedModelError: its rule is unknown.
+    Raises ModelError: the fields are inconsistent; UnsupportedModelError: its rule is unknown.
     """
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in said.items()}
     kind = fields.get("model")

@@ -35,8 +35,7 @@ class StockBackend(ModuleBackend):
 
     `patterns` None detects those of each attention call; `adapters` are those of `read_adapters`, by name.
 
-    Raises:
-        UnsupportedModelError: the family cannot run packed; names the reason.
+    Raises UnsupportedModelError: the family cannot run packed; names the reason.
     """
 
     def __init__(

@@ -114,8 +114,7 @@ class Buffers:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes.
 
-        Raises:
-            CacheError: they exist, with another number or other sizes.
+        Raises CacheError: they exist, with another number or other sizes.
         """
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
