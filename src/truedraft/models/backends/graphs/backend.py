@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, tiled_attention, write
 from truedraft.models.backends.graphs.batch import Inputs, Numbers
 from truedraft.models.backends.graphs.heads import ChosenChains
@@ -136,6 +135,8 @@ class GraphBackend(Backend):
         entries: tuple[Tensor, Tensor],
         attend: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        from truedraft.models.backends.graphs import layer_kernels as kernels
+
         qkv = layer.qkv(kernels.rms_norm(x, layer.before_attention))
         query = kernels.rotate_and_write(
             qkv, self._rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
