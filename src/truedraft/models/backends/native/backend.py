@@ -172,7 +172,9 @@ class NativeBackend(Backend):
             table.reach(plan.furthest)
         tables = (ctypes.c_void_p * len(self._rotaries))(*(each.table.data_ptr() for each in self._rotaries))
         first = self._first_visible(plan)
-        trees = [_slots_of(part) for part in plan.segments]  # kept alive: `_own_slots` may evict them
+        shapes = ((part.segment.shape, part.segment.written) for part in plan.segments)
+        # Kept alive: `_own_slots` may evict them.
+        trees = [None if shape.is_chain else _own_slots(shape, written) for shape, written in shapes]
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(part.length + len(part.segment.shape) for part in plan.segments)
         threads = forward_threads()
@@ -419,11 +421,6 @@ class _Addresses:
         self.generation = buffers.generation
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
-
-
-def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
-    segment = part.segment
-    return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
 
 
 @lru_cache(maxsize=1024)
