@@ -294,7 +294,7 @@ _MASKED_ROWS = 256  # rows with scores in memory at the same time
 class SegmentPlan:
     """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device.
 
-    `dropped` tokens of the text are not cached (`truedraft.models.cache.bounded`).
+    `dropped` tokens of the text are not cached (`BoundedContext`).
     """
 
     segment: Segment
