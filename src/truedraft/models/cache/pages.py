@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -374,18 +375,12 @@ class PagePool(CachePool):
     """Hands out caches in pages and takes them back."""
 
     def __init__(self, pages: Pages, limit: int) -> None:
-        super().__init__(limit, keep=0)
+        super().__init__(limit, keep=0, storage=partial(PageTable, pages))
         self._pages = pages
         self._spare = 0  # pages
         self._twice: dict[tuple[int, ...], int] = {}  # by tables: results of `_held_twice`
         self._twice_at = 0  # `Pages.shares` at that time
         self.position_bytes = pages.page_bytes // PAGE
-
-    def acquire(self) -> RequestCache:
-        cache = RequestCache(self._limit, storage=PageTable(self._pages))
-        with self._lock:
-            self.in_use += 1
-        return cache
 
     def release(self, cache: RequestCache) -> None:
         table = cache.storage

@@ -139,11 +139,16 @@ class PrefixCache:
             before, family = own.cache.length, own.cache.family
             length, donor, blocks = self._found(own, least, most)
             if blocks:
-                self._extend(own.cache, _parts(blocks, before, length), blocks[-1].states)
+                own.cache.extend(_parts(blocks, before, length))
+                states = blocks[-1].states
             elif donor is not None:
-                part = donor.cache.part(before, length, lasting=False), 0, length - before
-                self._extend(own.cache, [part], donor.cache.family.carried.at(length) if family.carries else None)
+                own.cache.extend([(donor.cache.part(before, length, lasting=False), 0, length - before)])
+                states = donor.cache.family.carried.at(length) if family.carries else None
                 family.begin_as(donor.cache.family)
+            else:
+                return 0
+            if states is not None:
+                family.carried.take(own.cache.length, states)
             self.copied += own.cache.length - before
             return own.cache.length - before
 
@@ -179,14 +184,6 @@ class PrefixCache:
     def _use(self, blocks: Sequence[_Block]) -> None:
         for block in reversed(blocks):
             self._blocks.move_to_end(id(block))
-
-    @staticmethod
-    def _extend(
-        cache: RequestCache, parts: Sequence[tuple[Entries, int, int]], states: Mapping[int, StateRow] | None
-    ) -> None:
-        cache.extend(parts)
-        if states is not None:
-            cache.family.carried.take(cache.length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:
