@@ -134,7 +134,7 @@ class TreeLayout(SegmentLayout):
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         heads, new, _ = query.shape
-        kv_heads, paths = keys.shape[0], self.paths
+        kv_heads, paths, count = keys.shape[0], self.paths, len(self.paths.tails)
         scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
         depth = paths.own.shape[1]
         below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
@@ -143,10 +143,10 @@ class TreeLayout(SegmentLayout):
         weights = _weights(scores, self.blocked, scoring, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
         # Rows are distributed to their paths, and each path has its own values.
-        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
-        dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
+        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, count, -1, span)
+        dealt = dealt.transpose(1, 2).reshape(kv_heads * count, -1, span)
         mixed = _product(dealt, self._values_of_paths(values))
-        mixed = mixed.reshape(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
+        mixed = mixed.reshape(kv_heads, count, group, -1, values.shape[-1]).transpose(1, 2)
         return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
 
     @property
@@ -156,7 +156,7 @@ class TreeLayout(SegmentLayout):
 
     def _values_of_paths(self, values: Tensor) -> Tensor:
         """`[kv_heads * paths, span, value width]`: the context, then each path's own, then zeros."""
-        kv_heads, count, width = values.shape[0], self.paths.count, values.shape[2]
+        kv_heads, count, width = values.shape[0], len(self.paths.tails), values.shape[2]
         context = values[:, None, : self.length].expand(-1, count, -1, -1)
         below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
         padding = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
@@ -181,10 +181,6 @@ class Paths:
     tails: Tensor
     dealt: Tensor
     back: Tensor
-
-    @property
-    def count(self) -> int:
-        return self.tails.shape[0]
 
 
 @lru_cache(maxsize=1024)

@@ -14,11 +14,11 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import from_spec
 from truedraft.errors import UnknownOptionError
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.embedded import embedded_folder, embedded_names, heldout_prompts_file
+from truedraft.models.embedded import EMBEDDED, embedded_folder, heldout_prompts_file
 
 
 def test_names() -> None:
-    assert embedded_names() == ("target", "draft")
+    assert EMBEDDED == ("target", "draft")
     with pytest.raises(UnknownOptionError, match="did you mean 'target'"):
         embedded_folder("targt")
 

@@ -35,7 +35,7 @@ class GraphBackend(Backend):
     that forward, not only its descendants; later forwards do not see it once it was rolled back.
 
     Args:
-        llama: a decoder that `fits`. Its model stays usable: its weights become views of merged ones, without copies.
+        llama: a decoder that is no `misfit`. Its model stays usable: its weights become views of merged ones.
         recorder: makes the recordings; None is CUDA graphs on a CUDA device, and no recording elsewhere.
     """
 
@@ -61,10 +61,6 @@ class GraphBackend(Backend):
             self.fast_paths = ("Triton kernels", *self.fast_paths)
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
-
-    @classmethod
-    def fits(cls, llama: Llama) -> bool:
-        return cls.misfit(llama) is None
 
     @staticmethod
     def misfit(llama: Llama | None) -> str | None:
