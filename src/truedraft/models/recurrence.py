@@ -266,22 +266,20 @@ def carrying_modules(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def without_states(modules: Sequence[nn.Module]) -> Iterator[None]:
     """These modules return zeros within this context, so that no token sees another through them."""
+
+    def zeros(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        output = forward(*args, **given)
+        parts = output if isinstance(output, tuple) else (output,)
+        found = tuple(torch.zeros_like(part) if isinstance(part, Tensor) else None for part in parts)
+        return found if isinstance(output, tuple) else found[0]
+
     for module in modules:
-        module.forward = partial(_zeros, module.forward)
+        module.forward = partial(zeros, module.forward)
     try:
         yield
     finally:
         for module in modules:
             del module.forward
-
-
-def _zeros(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    output = forward(*args, **given)
-    return tuple(map(_zero, output)) if isinstance(output, tuple) else _zero(output)
-
-
-def _zero(part: Any) -> Any:
-    return torch.zeros_like(part) if isinstance(part, Tensor) else None
 
 
 Place = tuple[SegmentPlan, int]

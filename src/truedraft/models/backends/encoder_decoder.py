@@ -74,18 +74,17 @@ class EncoderDecoderBackend(SequentialBackend):
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
         encoder = self._model.get_encoder()
-        if self._sources.sound is None:
+        if (sound := self._sources.sound) is None:
             ids = torch.tensor([source], device=device)
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        elif inputs is None:
+            return encoder(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+        if inputs is None:
             raise ModelError("the model reads audio, and the text began without any; give it with the placeholders")
-        else:
-            given = on_device(inputs, device, self._model.dtype)
-        if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):
-            # Measurements and checks use it repeatedly, and an encoder may take seconds.
-            self._example = encoder(**given)[0] if self._example is None else self._example
-            return self._example
-        return encoder(**given)[0]
+        given = on_device(inputs, device, self._model.dtype)
+        if not given[sound.name].equal(sound.example):
+            return encoder(**given)[0]
+        # Measurements and checks use the example repeatedly, and an encoder may take seconds.
+        self._example = encoder(**given)[0] if self._example is None else self._example
+        return self._example
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
