@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
+from truedraft.models.checkpoint import Place, tensors_of
 from truedraft.models.gguf import without_weights
 from truedraft.models.quantized import GROUP, QuantizedWeight, Scheme, StoredWeight
-from truedraft.models.weight_files import Place, tensors_of
 
 BITS = (4, 8)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # position in its word of the code of each of 8 outputs
