@@ -84,7 +84,7 @@ KNOW_KINDS = {
     "drafters/__init__.py": "public names",
     "training/__init__.py": "public names",
     "models/mtp.py": "reads the layers of a target's own files",
-    "models/weight_files.py": "names of their tensors",
+    "models/checkpoint.py": "names of their tensors",
     "models/loading.py": "leaves these layers out of a target",
     "drafters/specs.py": "auto takes the layer of a target's own files",
     "models/embedded.py": "names of folders of the embedded models",

@@ -111,12 +111,12 @@ def with_requests(engine: Engine) -> Any:
 def failing(engine: Engine) -> Any:
     """In the middle of a forward of several requests, and then of one; their answers are kept."""
     assert engine.generate(PROMPTS, PARAMS)
-    decoder = engine.target._backend._decoder  # type: ignore[attr-defined]
+    paged = engine.target._backend._paged  # type: ignore[attr-defined]
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    decoder.forward = fail
+    paged._forward = fail
     answers = engine.generate([[prompt[1]] * 70 for prompt in PROMPTS], PARAMS)
     assert {answer.finish_reason for answer in answers} == {"error"}
     return answers

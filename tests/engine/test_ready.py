@@ -21,7 +21,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.engine import ready
 from truedraft.errors import CacheError, OptionError, TruedraftError
-from truedraft.models.backends.graphs.paged import MOST_RECORDINGS
+from truedraft.models.backends.graphs.replay import MOST_RECORDINGS
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 

@@ -24,7 +24,7 @@ from transformers import (
 from support.tiny_models import FAMILIES, GROUPED, SMALL, VOCAB, WINDOW, build, packed, stock, stock_logits
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import packing
+from truedraft.models import attention
 from truedraft.models.attention import SegmentLayout, TreeLayout, layout_of
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import RequestCache
@@ -157,7 +157,7 @@ def test_a_row_seen_by_a_sibling_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         made.blocked.mask[2, 2] = False
         return replace(made, paths=replace(made.paths, own=own))
 
-    monkeypatch.setattr(packing, "layout_of", leaky)
+    monkeypatch.setattr(attention, "layout_of", leaky)
     assert worst_difference(packed("llama"), stock("llama")) > 0.1
 
 

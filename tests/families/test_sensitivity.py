@@ -19,11 +19,10 @@ from support.pairwise import by_turns
 from support.tiny_models import FAMILIES, PROMPTS, WINDOW, packed, reference
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape
-from truedraft.models import packing
-from truedraft.models.attention import Blocked, ChainLayout, SegmentLayout, layout_of
+from truedraft.models import attention
+from truedraft.models.attention import Blocked, ChainLayout, ForwardPlan, SegmentLayout, layout_of
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
-from truedraft.models.packing import ForwardPlan
 
 PROMPT, ANSWER = 0, 64
 # From the end of the prompt: within every window, and none of them the last token, whose key all rows see anyway.
@@ -91,7 +90,7 @@ def flip_in_prompts(monkeypatch: pytest.MonkeyPatch, flip: Callable[[Tensor], No
             return ChainLayout(Blocked(made.blocked.first, mask))
         return made
 
-    monkeypatch.setattr(packing, "layout_of", flipped)
+    monkeypatch.setattr(attention, "layout_of", flipped)
 
 
 Fault = Callable[[pytest.MonkeyPatch, int], None]

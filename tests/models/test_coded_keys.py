@@ -21,7 +21,7 @@ from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelEr
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment
 from truedraft.models.cache import Buffers, RequestCache
-from truedraft.models.cache.coded import SCALE_BYTES, decoded, encoded
+from truedraft.models.cache.buffers import SCALE_BYTES, decoded, encoded
 from truedraft.models.huggingface import HuggingFaceModel
 
 SIZES = VECTORS | {

@@ -144,17 +144,17 @@ def test_addresses_stay_between_replays() -> None:
     fixture = Fixture("mistral")
     backend, cache = fixture.backends[0], fixture.filled(9)
     seen: list[set[int]] = []
-    forward = backend._decoder.forward
+    forward = backend._paged._forward
 
-    def watched(inputs: Inputs, pages: object, layers: Layers) -> Outputs:
+    def watched(inputs: Inputs, layers: Layers) -> Outputs:
         pointers = {each.data_ptr() for each in numbers_of(inputs)}
         pointers |= {rows.data_ptr() for call in range(2) for rows in backend.pages.rows(call)}
-        pointers.add(backend._decoder.rotary.table.data_ptr())
-        pointers |= {layer.qkv.weight.data_ptr() for layer in backend._decoder._layers}
+        pointers.add(backend._rotary.table.data_ptr())
+        pointers |= {layer.qkv.weight.data_ptr() for layer in backend._layers}
         seen.append(pointers)
-        return forward(inputs, backend.pages)
+        return forward(inputs, layers)
 
-    backend._decoder.forward = watched  # type: ignore[method-assign]
+    backend._paged._forward = watched  # type: ignore[method-assign]
     fixture.model.forward([fixture.chain(cache, 4)])
     seen.clear()  # the first of a bucket runs from inputs of its own
     outputs = set()
@@ -216,11 +216,11 @@ def test_a_forward_waits_for_nothing_and_depends_on_its_bucket_alone(family: str
     operations = []
     for first, second in ((short, long), (long, short)):
         parts = placed(Segment(first, fixture.drawn(7), shape, (3,)), fixture.chain(second, 3 + len(operations)))
-        batch = PagedBatch.recorded(parts, backend._decoder.patterns)
-        (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._decoder.patterns), CPU)
+        batch = PagedBatch.recorded(parts, backend._patterns)
+        (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._patterns), CPU)
         load_in_a_row([inputs], [batch])
         with Watch() as watch:
-            backend._decoder.forward(inputs, backend.pages)
+            backend._paged._forward(inputs, ())
         operations.append(watch.operations)
     assert len(operations[0]) > 20
     assert operations[0] == operations[1]
@@ -239,9 +239,9 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     texts = [fixture.drawn(7) for _ in caches]
     batch = PagedBatch.recorded(
         placed(*(Segment(cache, text, TREE, range(7)) for cache, text in zip(caches, texts, strict=True))),
-        backend._decoder.patterns,
+        backend._patterns,
     )
-    (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._decoder.patterns), CPU)
+    (inputs,) = Inputs.in_a_row([batch.bucket], len(backend._patterns), CPU)
     with Watch() as watch:
         load_in_a_row([inputs], [batch])
     moving = [name for name, _ in watch.operations if name in ("copy_", "cat", "index_copy_", "index_put_", "fill_")]
@@ -263,8 +263,8 @@ def test_what_was_merged_is_no_second_copy() -> None:
     backend = graph_backend(module)
     for name, weight in module.named_parameters():
         assert weight.equal(before[name])
-    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
-    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in backend._decoder._layers}
+    merged = {layer.qkv.weight.untyped_storage().data_ptr() for layer in backend._layers}
+    merged |= {layer.gate_up.weight.untyped_storage().data_ptr() for layer in backend._layers}
     blocks = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in module.parameters()}
     assert merged <= set(blocks)
     assert sum(blocks.values()) == sum(weight.nbytes for weight in before.values())

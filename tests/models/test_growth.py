@@ -15,7 +15,7 @@ from truedraft.drafters.base import DraftRequest
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import trees_of
 from truedraft.drafters.tree_builder import LikeliestTree, grow_likeliest
-from truedraft.models.backends.graphs.growth import LikeliestNodes, own_bits
+from truedraft.models.backends.graphs.heads import LikeliestNodes, own_bits
 from truedraft.models.cache import RequestCache
 
 VOCAB = 11

@@ -29,7 +29,7 @@ def model_of(name: str, *, kernels: bool) -> HuggingFaceModel:
     module = build(CONFIGS[name], seed=0, spread=0.15).to(DEVICE)  # type: ignore[arg-type]
     model = HuggingFaceModel(module, None, name, lambda given: graph_backend(given, HostRecorder()))
     if not kernels:
-        model._backend._decoder.attention = gathered_attention  # type: ignore[attr-defined]
+        model._backend._attention = gathered_attention  # type: ignore[attr-defined]
         model._backend._paged._together = False  # type: ignore[attr-defined]
     return model
 

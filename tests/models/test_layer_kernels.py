@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from support.triton_kernels import DEVICE, why_not
-from truedraft.models.backends.graphs import kernels
 from truedraft.models.llama import RootMeanSquareNorm, Rotation
 
+kernels = pytest.importorskip("truedraft.models.backends.graphs.layer_kernels")
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 # A norm is off by the error of a mean of up to 300 squares, a rotation by two products: some times 2^-24 of numbers

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
-from truedraft.models import packing as plan_module
+from truedraft.models import attention
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.base import Segment
 from truedraft.models.cache import RequestCache
-from truedraft.models.packing import ForwardPlan
 
 FAR = torch.device("cpu", 0)
 """The CPU by its number stands for another device: tensors made without a number do not lie there."""
@@ -29,7 +29,7 @@ def test_tokens_of_the_host_go_up_in_one_copy(monkeypatch: pytest.MonkeyPatch) -
         return upload(numbers, *others)
 
     monkeypatch.setattr(transfers, "waits", lambda device: device == FAR)
-    monkeypatch.setattr(plan_module.transfers, "upload", counted)
+    monkeypatch.setattr(attention.transfers, "upload", counted)
     texts = ([5, 6, 7], [8], [9, 10])
     segments = [Segment(RequestCache(64), torch.tensor(text), chain_shape(len(text)), (0,)) for text in texts]
     made = ForwardPlan.of(segments, FAR, 8)

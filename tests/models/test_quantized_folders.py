@@ -47,11 +47,11 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models import quantized_layers
+from truedraft.models import quantized_folder
 from truedraft.models.backends.native.build import built
 from truedraft.models.base import Segment
 from truedraft.models.quantized import Scheme, StoredWeight
-from truedraft.models.quantized_layers import Layout
+from truedraft.models.quantized_folder import Layout
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
 IDS = torch.arange(1, 40) * 37 % 190
@@ -160,22 +160,22 @@ class Layer(dict[str, Tensor]):
 
 
 READERS: list[tuple[Callable[..., Made], Callable[[Any, Layout], StoredWeight], Layout, dict[str, Any]]] = [
-    (gptq, quantized_layers.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
-    (gptq, quantized_layers.gptq, Layout((8,), (64,)), {"bits": 8, "group": 64, "first_format": False, "seed": 1}),
-    (gptq, quantized_layers.gptq, Layout((4,), (32,), others=True), {"bits": 8, "first_format": False}),
-    (without_order, quantized_layers.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
-    (without_order, quantized_layers.gptq, Layout((8,), (64,), zeros_less_one=True), {"bits": 8, "group": 64}),
-    (awq, quantized_layers.awq, Layout((4,), (32,)), {}),
-    (packed, quantized_layers.packed, Layout((4,), (32,)), {"symmetric": False}),
-    (packed, quantized_layers.packed, Layout((8,), (64,)), {"bits": 8, "group": 64, "symmetric": False}),
-    (packed, quantized_layers.packed, Layout((4, 8), (32,), others=True), {"bits": 8, "symmetric": False, "seed": 2}),
-    (packed, quantized_layers.packed, Layout((4,)), {"group": -1, "dtype": torch.float32}),
-    (packed, quantized_layers.packed, Layout((4,), (128, 256, 0)), {"group": -1}),
-    (whole, quantized_layers.whole, Layout((8,)), {"symmetric": False}),
-    (by_one_scale, quantized_layers.whole, Layout((8,)), {"shape": ()}),
-    (by_one_scale, quantized_layers.whole, Layout((8,)), {"shape": (1,)}),
-    (bitsandbytes_8, quantized_layers.of_bitsandbytes, Layout((8,)), {}),
-    (bitsandbytes_8, quantized_layers.of_bitsandbytes, Layout((8,)), {"dtype": torch.float16}),
+    (gptq, quantized_folder.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
+    (gptq, quantized_folder.gptq, Layout((8,), (64,)), {"bits": 8, "group": 64, "first_format": False, "seed": 1}),
+    (gptq, quantized_folder.gptq, Layout((4,), (32,), others=True), {"bits": 8, "first_format": False}),
+    (without_order, quantized_folder.gptq, Layout((4,), (32,), zeros_less_one=True), {}),
+    (without_order, quantized_folder.gptq, Layout((8,), (64,), zeros_less_one=True), {"bits": 8, "group": 64}),
+    (awq, quantized_folder.awq, Layout((4,), (32,)), {}),
+    (packed, quantized_folder.packed, Layout((4,), (32,)), {"symmetric": False}),
+    (packed, quantized_folder.packed, Layout((8,), (64,)), {"bits": 8, "group": 64, "symmetric": False}),
+    (packed, quantized_folder.packed, Layout((4, 8), (32,), others=True), {"bits": 8, "symmetric": False, "seed": 2}),
+    (packed, quantized_folder.packed, Layout((4,)), {"group": -1, "dtype": torch.float32}),
+    (packed, quantized_folder.packed, Layout((4,), (128, 256, 0)), {"group": -1}),
+    (whole, quantized_folder.whole, Layout((8,)), {"symmetric": False}),
+    (by_one_scale, quantized_folder.whole, Layout((8,)), {"shape": ()}),
+    (by_one_scale, quantized_folder.whole, Layout((8,)), {"shape": (1,)}),
+    (bitsandbytes_8, quantized_folder.of_bitsandbytes, Layout((8,)), {}),
+    (bitsandbytes_8, quantized_folder.of_bitsandbytes, Layout((8,)), {"dtype": torch.float16}),
 ]
 
 
@@ -185,7 +185,7 @@ def test_a_layer_of_any_size_is_the_numbers_that_were_packed(
     quantise: Any, read: Any, layout: Layout, options: dict[str, Any], out: int, inputs: int
 ) -> None:
     """Words of zeros and codes that are not full have their padding at the end; a zero of 0, less one, is a borrow."""
-    if read in (quantized_layers.gptq, quantized_layers.awq) and (out % 8 or inputs % 32):
+    if read in (quantized_folder.gptq, quantized_folder.awq) and (out % 8 or inputs % 32):
         pytest.skip("the format has full words alone")
     if "seed" in options and inputs % layout.groups[0]:
         pytest.skip("groups of 32 in any order are full")
@@ -219,7 +219,7 @@ def test_zeros_that_are_middle_codes_and_scales_that_fit_float16_are_kept_in_bri
     tensors["weight_zero_point"] = words(torch.full((2, 8), zero), bits).T
     tensors["weight_scale"] = torch.full((8, 2), scale)
     layer: Any = Layer(tensors)
-    stored = quantized_layers.packed(layer, Layout((bits,), (32,)))
+    stored = quantized_folder.packed(layer, Layout((bits,), (32,)))
     assert stored.form == stored.read().form == (bits, scheme)
     assert torch.equal(stored.read().dequantized(), (codes - zero) * torch.tensor(scale))
 

@@ -38,8 +38,7 @@ from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_reader, read_model, resolve_source
-from truedraft.models.ranks import Ranks
-from truedraft.models.sharding import refuse_unsharded, shard
+from truedraft.models.ranks import Ranks, refuse_unsharded, shard
 from truedraft.verification import SpeculativeSampling
 
 COUNT = 24

@@ -26,7 +26,7 @@ from server.conftest import Running, openai_client, serving
 from support.multimodal_models import save_with_processor
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.errors import PromptError
-from truedraft.models import processor as processors
+from truedraft.models import multimodal
 from truedraft.models.base import LanguageModel
 from truedraft.server import preparing as server_pictures
 from truedraft.server.access import ANYONE
@@ -195,14 +195,14 @@ def test_a_body_that_is_too_long_is_refused(client: Any) -> None:
 def test_pictures_are_read_apart(client: Any, monkeypatch: pytest.MonkeyPatch, running: Running) -> None:
     """Other clients are served meanwhile, however short the body."""
     going, waited = threading.Event(), threading.Event()
-    made = processors.Processor.chat
+    made = multimodal.Processor.chat
 
     def slow(*given: Any, **more: Any) -> Any:
         going.set()
         assert waited.wait(20)
         return made(*given, **more)
 
-    monkeypatch.setattr(processors.Processor, "chat", slow)
+    monkeypatch.setattr(multimodal.Processor, "chat", slow)
     asking = threading.Thread(target=ask, args=(client, message(encoded(TEAL))))
     asking.start()
     try:
@@ -316,7 +316,7 @@ def test_no_memory_is_told(seeing: LanguageModel, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(Image.Image, "convert", fails)
         with pytest.raises(PromptError, match=r"it is too large \(there is no memory for it\)"):
-            processors.read_picture(held.getvalue(), "it")
+            multimodal.read_picture(held.getvalue(), "it")
     monkeypatch.setattr(type(seeing.processor._backend), "__call__", fails)
     with pytest.raises(PromptError, match=r"refuses this prompt \(MemoryError\)"):
         seeing.processor.prompt(QUESTION, [TEAL])
@@ -337,13 +337,13 @@ def test_a_model_without_its_processor_tells_no_paths(
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*processor_config.json"))
     loads: list[str] = []
-    load = processors.Processor.load
+    load = multimodal.Processor.load
 
     def counted(*given: Any) -> Any:
         loads.append(given[1])
         return load(*given)
 
-    monkeypatch.setattr(processors.Processor, "load", counted)
+    monkeypatch.setattr(multimodal.Processor, "load", counted)
     with serving(Engine(load_model(bare, dtype="float32"))) as running:
         client = openai_client(running)
         for _ in range(2):

@@ -16,10 +16,10 @@ from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import SMOLLM2, parameters_in
 from truedraft.models.embedded import (
+    EMBEDDED,
+    EMBEDDED_HEADS,
     embedded_folder,
     embedded_heads,
-    embedded_heads_names,
-    embedded_names,
     smollm2_missing,
 )
 from truedraft.options import group, option, record_of
@@ -67,8 +67,8 @@ def info(options: InfoOptions) -> int:
     fingerprint = None if own is None else own["fingerprint"]
     drafters.sort(key=lambda each: each.fingerprint != fingerprint)  # the model's own first
     facts = machine_facts()
-    models = [_embedded(name, embedded_folder) for name in embedded_names()]
-    models += [_embedded(name, embedded_heads) for name in embedded_heads_names()]
+    models = [_embedded(name, embedded_folder) for name in EMBEDDED]
+    models += [_embedded(name, embedded_heads) for name in EMBEDDED_HEADS]
     paths = equality = None
     if models[0]["installed"]:
         target = load_model("embedded:target")

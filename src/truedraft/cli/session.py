@@ -337,7 +337,7 @@ def _prepared(target: LanguageModel, prompt: NamedPrompt, options: PromptOptions
 
 
 def _with_pictures(target: LanguageModel, prompt: NamedPrompt, chat: bool) -> NamedPrompt:
-    from truedraft.models.processor import read_picture
+    from truedraft.models.multimodal import read_picture
 
     text, processor = prompt.prompt, target.processor
     if not all(prompt.images):

@@ -28,7 +28,7 @@ from truedraft.errors import CompositionError, ModelError, ModelNotFoundError, O
 from truedraft.files import object_of, user_path
 from truedraft.measure.traces import AnswerTrace, trace_after, trace_answers
 from truedraft.models.base import LanguageModel
-from truedraft.models.embedded import embedded_folder, embedded_heads, embedded_names
+from truedraft.models.embedded import EMBEDDED, embedded_folder, embedded_heads
 from truedraft.models.loading import load_model
 from truedraft.models.translated import TranslatedModel
 
@@ -489,7 +489,7 @@ def place_of(typed: str) -> tuple[str | None, Path]:
     if rest and examined(word) is not None:
         return word, place_of(rest)[1]
     if word == "embedded":
-        return None, embedded_folder(rest) if rest in embedded_names() else embedded_heads(rest)
+        return None, embedded_folder(rest) if rest in EMBEDDED else embedded_heads(rest)
     path = user_path(typed, ModelNotFoundError)
     if word in KINDS and not path.exists():
         raise OptionError(

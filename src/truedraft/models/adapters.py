@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from truedraft.errors import MissingExtraError, ModelError, UnsupportedModelError, first_line
 from truedraft.files import refuse_no_adapter
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.packed_linear import filled
-from truedraft.models.packing import ForwardPlan
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class LowRank:
 
 def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """The model with an adapter merged into its weights; ModelError if the folder's does not fit or is broken."""
-    merged: PreTrainedModel = _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
-    return merged
+    return _with_adapters(model, {"merged": folder}).merge_and_unload(safe_merge=True)
 
 
 def read_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> dict[str, dict[str, LowRank]]:

@@ -1,4 +1,4 @@
-"""Attention of one segment over its own cache, so that a row's result never depends on the other rows.
+"""A packed forward's plan, and attention of each segment over its own cache: no row depends on the other rows.
 
 Plain matrix products with a softmax in float32 or better give each query the same bits, however many queries share the
 product; fused kernels do not promise that. Sums over keys depend on the order of the terms. In a tree siblings are
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeVar
 
@@ -22,8 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from truedraft.core import transfers
 from truedraft.core.tree import TreeShape
-from truedraft.models.cache import FIRST, WIDEST_GAP, key_span
+from truedraft.errors import ModelError
+from truedraft.models.base import Segment
+from truedraft.models.cache import FIRST, WIDEST_GAP, key_span, stored_place
 
 Position = TypeVar("Position", int, Tensor, NDArray[np.int64])
 _LONGEST_KEPT = 512  # longest chain with a cached mask
@@ -130,7 +134,7 @@ class TreeLayout(SegmentLayout):
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         heads, new, _ = query.shape
-        kv_heads, paths = keys.shape[0], self.paths
+        kv_heads, paths, count = keys.shape[0], self.paths, len(self.paths.tails)
         scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
         depth = paths.own.shape[1]
         below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
@@ -139,10 +143,10 @@ class TreeLayout(SegmentLayout):
         weights = _weights(scores, self.blocked, scoring, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
         # Rows are distributed to their paths, and each path has its own values.
-        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, paths.count, -1, span)
-        dealt = dealt.transpose(1, 2).reshape(kv_heads * paths.count, -1, span)
+        dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, count, -1, span)
+        dealt = dealt.transpose(1, 2).reshape(kv_heads * count, -1, span)
         mixed = _product(dealt, self._values_of_paths(values))
-        mixed = mixed.reshape(kv_heads, paths.count, group, -1, values.shape[-1]).transpose(1, 2)
+        mixed = mixed.reshape(kv_heads, count, group, -1, values.shape[-1]).transpose(1, 2)
         return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
 
     @property
@@ -152,7 +156,7 @@ class TreeLayout(SegmentLayout):
 
     def _values_of_paths(self, values: Tensor) -> Tensor:
         """`[kv_heads * paths, span, value width]`: the context, then each path's own, then zeros."""
-        kv_heads, count, width = values.shape[0], self.paths.count, values.shape[2]
+        kv_heads, count, width = values.shape[0], len(self.paths.tails), values.shape[2]
         context = values[:, None, : self.length].expand(-1, count, -1, -1)
         below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
         padding = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
@@ -177,10 +181,6 @@ class Paths:
     tails: Tensor
     dealt: Tensor
     back: Tensor
-
-    @property
-    def count(self) -> int:
-        return self.tails.shape[0]
 
 
 @lru_cache(maxsize=1024)
@@ -281,3 +281,142 @@ def _weights(scores: Tensor, blocked: Blocked, scoring: Scoring, dtype: torch.dt
 
 def _padded(items: list[int] | tuple[int, ...], length: int) -> list[int]:
     return [*items, *([items[-1]] * (length - len(items)))]
+
+
+_MASKED_ROWS = 256  # rows with scores in memory at the same time
+
+
+@dataclass(slots=True)
+class SegmentPlan:
+    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device.
+
+    `dropped` tokens of the text are not cached (`BoundedContext`).
+    """
+
+    segment: Segment
+    start: int
+    count: int
+    length: int
+    device: torch.device
+    dropped: int = 0
+    layouts: dict[AttentionPattern, SegmentLayout] = field(default_factory=dict)
+
+    def first(self, pattern: AttentionPattern) -> list[int]:
+        """The first key/value position that each row sees; 0 or less if it sees all."""
+        before, depths = self.length + self.dropped - 1, self.segment.shape.depths[self.segment.written :]
+        return [stored_place(pattern.first(before + depth), self.dropped) for depth in depths]
+
+    def layout(self, pattern: AttentionPattern) -> SegmentLayout:
+        if pattern not in self.layouts:
+            shape, written = self.segment.shape, self.segment.written
+            self.layouts[pattern] = layout_of(shape, written, self.length, pattern, self.device, self.dropped)
+        return self.layouts[pattern]
+
+
+@dataclass(slots=True)
+class ForwardPlan:
+    """The plan of a packed forward.
+
+    Attributes:
+        tokens: `[1, total]`, int64: all new tokens, then padding.
+        positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
+        rows: `[requested]`, int64: rows of the pack that need logits, then padding.
+        requested: number of `rows` without padding.
+        furthest: the largest position.
+    """
+
+    segments: list[SegmentPlan]
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    requested: int
+    furthest: int
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
+        """Concatenate the segments, reserve room in their caches, and pad to `least_rows` tokens and rows.
+
+        Kernels treat very short products differently, and a row must not depend on how many share its forward
+        (docs/lossless.md, row invariance).
+
+        Raises ModelError: a segment has more or fewer tokens than new nodes.
+        """
+        plans: list[SegmentPlan] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for segment in segments:
+            written, cache = segment.written, segment.cache
+            count = len(segment.shape) - written
+            if len(segment.tokens) != count:
+                raise ModelError(f"{len(segment.tokens)} tokens are given for {count} nodes; give one for each new one")
+            cache.reserve(written + count, written)
+            start = len(positions)
+            plans.append(SegmentPlan(segment, start, count, cache.stored, device, cache.dropped))
+            first = cache.length - 1 + cache.family.shift
+            positions.extend(first + depth for depth in segment.shape.depths[written:])
+            rows.extend(start + row for row in segment.rows)
+        tokens = _on_device([segment.tokens for segment in segments], device)
+        missing = least_rows - len(positions)
+        if missing > 0:
+            tokens.append(tokens[0].new_zeros(missing))
+            positions.extend([0] * missing)
+        requested = len(rows)
+        if requested:
+            rows.extend([rows[-1]] * (least_rows - requested))
+        whole = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        places, logit_rows = transfers.upload(positions, device), transfers.upload(rows, device)
+        return cls(plans, whole[None], places[None], logit_rows, requested, max(positions))
+
+    def attend(
+        self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of all segments, each over its own cache, which receives their keys and values.
+
+        `call` is the attention call's index in the forward. Queries are `[heads, total, key width]`, keys and values
+        `[kv_heads, total, width]`; returns `[total, heads, value width]`, with rows of padding undefined.
+        """
+        outputs: list[Tensor] = []
+        for part in self.segments:
+            rows = slice(part.start, part.start + part.count)
+            keys, values = part.segment.cache.write(call, key[:, rows], value[:, rows])
+            outputs.append(part.layout(pattern).attend(query[:, rows], keys, values, scoring))
+        padding = query.shape[1] - sum(part.count for part in self.segments)
+        if padding:
+            outputs.append(outputs[0][:1].expand(padding, -1, -1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def attend_rows(
+        self, call: int, pattern: AttentionPattern, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """`attend` for `[total, heads, width]` each; returns `[total, heads * width]`."""
+        by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return self.attend(call, pattern, scoring, *by_head).flatten(1)
+
+    def attend_masked(
+        self, call: int, mask: Tensor | None, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """`attend` for one whole prompt under a mask `[total, total]`, True or 0 where seen; None is causal."""
+        count = query.shape[1]
+        keys, values = self.segments[0].segment.cache.write(call, key, value)
+        hidden = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device)
+        if mask is None:
+            hidden = hidden.triu(1)
+        else:
+            hidden[:, :count] = ~mask if mask.dtype == torch.bool else mask < 0
+        outputs = [
+            ChainLayout(Blocked(0, hidden[first : first + _MASKED_ROWS])).attend(
+                query[:, first : first + _MASKED_ROWS], keys, values, scoring
+            )
+            for first in range(0, count, _MASKED_ROWS)
+        ]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _on_device(tokens: list[Tensor], device: torch.device) -> list[Tensor]:
+    if not transfers.waits(device):
+        return tokens
+    known = [each for each in tokens if not transfers.waits(each.device)]
+    if not known:
+        return tokens
+    uploaded = iter(transfers.upload(torch.cat(known).tolist(), device).split([len(each) for each in known]))
+    return [each if transfers.waits(each.device) else next(uploaded) for each in tokens]

@@ -15,7 +15,7 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelError, PromptError, UnsupportedModelError
 from truedraft.models.cache import CachePool, RequestCache
-from truedraft.models.processor import Processor
+from truedraft.models.multimodal import Processor
 from truedraft.models.sources import Sources
 from truedraft.text.tokenizer import Tokenizer
 
@@ -223,8 +223,7 @@ class LanguageModel(Reader, ABC):
         Returns:
             Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`, on the device.
 
-        Raises:
-            UnsupportedModelError: the model records no chains.
+        Raises UnsupportedModelError: the model records no chains.
         """
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
@@ -234,9 +233,7 @@ class LanguageModel(Reader, ABC):
         Its forwards read what this model committed to its caches and write after it. The caller must not commit,
         because this model would compute other keys and values. Forwards of the two wait for each other.
 
-        Raises:
-            OptionError: neither 8 nor 4 bits.
-            UnsupportedModelError: there are no products with such weights for it.
+        Raises OptionError: neither 8 nor 4 bits; UnsupportedModelError: there are no products with such weights for it.
         """
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
 

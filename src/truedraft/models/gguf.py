@@ -302,8 +302,7 @@ def _is_of_kind(name: str, value: Any) -> bool:
 
 
 def _token(header: Header, name: str) -> int | None:
-    found: int | None = header.fields.get(f"tokenizer.ggml.{name}_token_id")
-    return found
+    return header.fields.get(f"tokenizer.ggml.{name}_token_id")
 
 
 def without_weights(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -344,13 +343,11 @@ def files_of(source: str) -> list[Path]:
 
 
 def _index(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
-    return found
+    return json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))
 
 
 def _processor(architecture: str) -> type[TensorProcessor]:
-    found: type[TensorProcessor] = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    return found
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)
 
 
 def load_weights(folder: Path, config: Any, name: str, dtype: torch.dtype) -> PreTrainedModel:

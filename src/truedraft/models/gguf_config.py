@@ -14,24 +14,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from truedraft.errors import ModelError, UnsupportedModelError, first_line
 
-FAMILIES: Final = {  # transformers' names of llama.cpp's architectures
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "phi3": "phi3",
-    "falcon": "falcon",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "bloom": "bloom",
-    "gpt2": "gpt2",
-    "lfm2": "lfm2",
-    "mamba": "mamba",
-    "nemotron": "nemotron",
-}
+_ARCHITECTURES = (
+    "llama qwen2 qwen3 gemma2 gemma3 phi3 falcon stablelm starcoder2 qwen2moe qwen3moe bloom gpt2 lfm2 mamba nemotron"
+)
+_RENAMED = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+FAMILIES: Final = {name: _RENAMED.get(name, name) for name in _ARCHITECTURES.split()}
+"""Transformers' names of llama.cpp's architectures."""
 _PARTLY = ("phi3", "stablelm", "nemotron")  # families that may rotate a part of a head
 _LAYERS = 512  # llama.cpp's limit
 _LARGEST = 1 << 31  # largest value of any number
@@ -77,29 +65,24 @@ _OTHERS = {
     "expert_weights_norm": _Key(bool, ("norm_topk_prob",), (False,)),
 }
 # Keys without a field: their type, and the values that change nothing. A gating function of 1 is softmax.
-_WITHOUT_FIELD: tuple[tuple[type, tuple[Any, ...], tuple[str, ...]], ...] = (
-    (bool, (True,), ("attention.causal",)),
-    (bool, (False,), ("ssm.dt_b_c_rms",)),
-    (int, (0,), ("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers")),
-    (int, (0, 1), ("expert_group_count", "expert_group_used_count", "expert_gating_func", "ssm.group_count")),
-    (float, (0,), ("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.scaling.alpha")),
-    (float, (0, 1), ("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale")),
-    (float, (1,), ("rope.scaling.attn_factor",)),
-    (float, (_EITHER,), ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "rope.scale_linear")),
-    (int, (_EITHER,), ("rope.dimension_count",)),
-    (str, (_EITHER,), ("rope.scaling.type",)),
-    # Read only by scaling types that are refused, or by no forward. An architecture has only one data layout.
-    (float, (_EITHER,), ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")),
-    (
-        float,
-        (_EITHER,),
-        ("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    ),
-    (int, (_EITHER,), ("rope.scaling.original_context_length", "pooling_type")),
-    (bool, (_EITHER,), ("rope.scaling.finetuned",)),
-    (str, (_EITHER,), ("tensor_data_layout",)),
+_WITHOUT_FIELD: tuple[tuple[type, tuple[Any, ...], str], ...] = (
+    (bool, (True,), "attention.causal"),
+    (bool, (False,), "ssm.dt_b_c_rms"),
+    (int, (0,), "expert_shared_count leading_dense_block_count nextn_predict_layers"),
+    (int, (0, 1), "expert_group_count expert_group_used_count expert_gating_func ssm.group_count"),
+    (float, (0,), "attention.scale attention.clamp_kqv attention.max_alibi_bias rope.scaling.alpha"),
+    (float, (0, 1), "logit_scale residual_scale embedding_scale expert_weights_scale"),
+    (float, (1,), "rope.scaling.attn_factor"),
+    (float, (_EITHER,), "rope.freq_base rope.freq_base_swa rope.scaling.factor rope.scale_linear"),
+    (int, (_EITHER,), "rope.dimension_count"),
+    # Also those that only refused scaling types, or no forward, read. An architecture has only one data layout.
+    (float, (_EITHER,), "rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor"),
+    (float, (_EITHER,), "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow"),
+    (int, (_EITHER,), "rope.scaling.original_context_length pooling_type"),
+    (bool, (_EITHER,), "rope.scaling.finetuned"),
+    (str, (_EITHER,), "rope.scaling.type tensor_data_layout"),
 )
-_KEYS = _WIDTHS | _OTHERS | {key: _Key(kind, (), idle) for kind, idle, keys in _WITHOUT_FIELD for key in keys}
+_KEYS = _WIDTHS | _OTHERS | {key: _Key(kind, (), idle) for kind, idle, keys in _WITHOUT_FIELD for key in keys.split()}
 _PATTERN = "attention.sliding_window_pattern"
 _WINDOW_EVERY = {"gemma2": 2, "gemma3": 6}  # every n-th layer has full attention, if the file does not say
 _DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B models, which scale queries otherwise
@@ -194,8 +177,7 @@ class ModelKeys:
     @property
     def head(self) -> int:
         heads = self.values.get("attention.head_count", 0)
-        found: int = self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
-        return found
+        return self.values.get("attention.key_length", self.values["embedding_length"] // heads if heads else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel,
 from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
-from truedraft.models.multimodal import placeholders_of, senses_of
+from truedraft.models.multimodal import Processor, placeholders_of, senses_of
 from truedraft.models.padding import padding_note_of, padding_of
 from truedraft.models.probe import rows_depend_on_their_number, some_ids
-from truedraft.models.processor import Processor
 from truedraft.models.quantized import dequantize
 from truedraft.models.sources import Sources
 from truedraft.models.threads import ThreadChoice, torch_on_all_threads, torch_on_one_thread
@@ -49,14 +48,14 @@ _log = logging.getLogger("truedraft.models")
 class HuggingFaceModel(LanguageModel):
     """Runs packed forwards through the modules of a model, or through a faster loop over its weights.
 
-    The model is switched to our attention and to evaluation without gradients, so run it through `forward` only.
+    The model, `module`, is switched to our attention, which needs a plan, and to evaluation without gradients, so run
+    it through `forward` only.
 
     Args:
         backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
         checkpoint: without it, the fingerprint of a model that may be packed is computed at once.
 
-    Raises:
-        UnsupportedModelError: the family cannot run packed; says why.
+    Raises UnsupportedModelError: the family cannot run packed; says why.
     """
 
     tokenizer: Tokenizer | Any  # None if there is none
@@ -70,7 +69,7 @@ class HuggingFaceModel(LanguageModel):
         checkpoint: Checkpoint | None = None,
     ) -> None:
         keep_rows_alike(model.device, model.dtype)
-        self._model = model.eval().requires_grad_(False)
+        self.module = model.eval().requires_grad_(False)
         self.name = name
         self.tokenizer = tokenizer
         config = model.config.get_text_config()
@@ -114,11 +113,6 @@ class HuggingFaceModel(LanguageModel):
         self.weight_bytes = backend.weight_bytes or self.weight_bytes
         self.fast_paths, self.shown_layers = backend.fast_paths, backend.shown_layers
 
-    @property
-    def module(self) -> PreTrainedModel:
-        """The model itself. Run it through `forward` only: its attention needs a plan."""
-        return self._model
-
     @cached_property
     def equality(self) -> str:
         """How far greedy and seeded answers equal plain decoding, in words; determined by a few small forwards."""
@@ -131,8 +125,8 @@ class HuggingFaceModel(LanguageModel):
     def note(self) -> str | None:  # type: ignore[override]
         if self._whole is not None:
             return None  # that model's note says it all
-        notes = [padding_note_of(self._model), self._backend.note, self._context_note, self._ends_note]
-        if not self.input_names and (senses := senses_of(self._model)):
+        notes = [padding_note_of(self.module), self._backend.note, self._context_note, self._ends_note]
+        if not self.input_names and (senses := senses_of(self.module)):
             notes.append(f"it reads text only, and is given no {' and no '.join(senses)}")
         if self.kv_dtype == "int8":
             notes.append("its keys and values are kept in 8 bits, and answers are those of plain decoding with these")
@@ -146,7 +140,7 @@ class HuggingFaceModel(LanguageModel):
     @property
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            model, checkpoint = self._model, self._checkpoint
+            model, checkpoint = self.module, self._checkpoint
             if checkpoint is None:
                 self._fingerprint = fingerprint_of(model)
             else:
@@ -159,11 +153,11 @@ class HuggingFaceModel(LanguageModel):
         checkpoint = self._checkpoint
         if checkpoint is not None:
             return checkpoint.kept("sample", lambda: sample_of(checkpoint.read()) or "") or None
-        return sample_of(self._model) if can_be_read_from(self._model) else None
+        return sample_of(self.module) if can_be_read_from(self.module) else None
 
     @cached_property
     def processor(self) -> Processor:
-        config = self._model.config
+        config = self.module.config
         if not self.input_names or getattr(config, "vision_config", None) is None:
             return super().processor
         return Processor.load(config.name_or_path, self.name, getattr(config, "_commit_hash", None))
@@ -277,7 +271,7 @@ class HuggingFaceModel(LanguageModel):
 
     def whole_module(self) -> PreTrainedModel:
         """A float32 copy on the CPU, run by transformers; UnsupportedModelError if its weights cannot be read again."""
-        module = self._model
+        module = self.module
         cut = getattr(module, "cut_into", 1) > 1  # over processes
         if cut or padding_of(module) or not (self._checkpoint or is_whole(module)):
             raise UnsupportedModelError(
@@ -299,8 +293,8 @@ class HuggingFaceModel(LanguageModel):
         Name, fingerprint and caches stay. `model` comes from `whole_module` and has this one's dtype.
         """
         twin = copy.copy(self)
-        twin._model, twin._finish_is_checked = model.to(self.device).eval().requires_grad_(False), False
-        backend = self._make_backend(twin._model)
+        twin.module, twin._finish_is_checked = model.to(self.device).eval().requires_grad_(False), False
+        backend = self._make_backend(twin.module)
         if self._backend.bits:
             backend.quantize(8 if self._backend.bits > 4 else 4)
         twin._use(backend)
@@ -309,7 +303,7 @@ class HuggingFaceModel(LanguageModel):
     def take_weights(self, twin: HuggingFaceModel) -> None:
         """Use a twin's weights (`with_weights`) from the next forward on; earlier keys and values are not theirs."""
         with self._lock:
-            for name in ("_model", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
+            for name in ("module", "_backend", "_finish_is_checked", "weight_bytes", "fast_paths"):
                 setattr(self, name, getattr(twin, name))
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -359,7 +353,7 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        table = self._model.get_input_embeddings().weight
+        table = self.module.get_input_embeddings().weight
         if table.shape[1] < self.head_width:
             raise UnsupportedModelError(
                 f"{self.name} embeds ids in {table.shape[1]} numbers, and heads read {self.head_width}; use heads that "

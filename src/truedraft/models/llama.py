@@ -32,11 +32,9 @@ class _Names:
 
 # Classes with layers of the form of `LlamaLayer`, and no other logits than the LM head's.
 _FAMILIES = {
-    "LlamaForCausalLM": _Names(),
-    "MistralForCausalLM": _Names(),
-    "Qwen2ForCausalLM": _Names(),
-    "Qwen3ForCausalLM": _Names(),
-    "Phi3ForCausalLM": _Names(),
+    **{
+        f"{name}ForCausalLM": _Names() for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Mixtral", "Qwen3Moe")
+    },
     "GlmForCausalLM": _Names(interleaved=True),
     "Glm4ForCausalLM": _Names(
         after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", interleaved=True
@@ -48,8 +46,6 @@ _FAMILIES = {
         offset=1.0,
         rounds_once=True,
     ),
-    "MixtralForCausalLM": _Names(),
-    "Qwen3MoeForCausalLM": _Names(),
     "GptOssForCausalLM": _Names(rounds_once=True, clipped=True),
 }
 _EMBEDDINGS = ("Embedding", "Gemma3TextScaledWordEmbedding")

@@ -50,8 +50,7 @@ def lm_head_width(head: Any) -> int:
 
 def lm_head_dtype(head: Any) -> torch.dtype:
     """The dtype of an LM head's weight, which some bfloat16 families keep in float32."""
-    dtype: torch.dtype = head.dtype if isinstance(head, PackedLinear) else head.weight.dtype
-    return dtype
+    return head.dtype if isinstance(head, PackedLinear) else head.weight.dtype
 
 
 def refuse_other_logits(made: Tensor, given: Tensor, name: str) -> None:

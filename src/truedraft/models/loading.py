@@ -57,7 +57,7 @@ from truedraft.models.backends.parallel import follow, parallel_backend
 from truedraft.models.backends.sequential import CopiedBackend, SequentialBackend, WholeTextBackend
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import LanguageModel, Reader
-from truedraft.models.checkpoint import Checkpoint
+from truedraft.models.checkpoint import Checkpoint, file_of, refuse_vast_sizes, without_mtp
 from truedraft.models.embedded import SMOLLM2_ON_THE_HUB, embedded_folder, smollm2_file, smollm2_missing
 from truedraft.models.huggingface import HuggingFaceModel, context_of, eos_ids
 from truedraft.models.llama import Llama
@@ -72,9 +72,7 @@ from truedraft.models.probe import (
     refuse_later_tokens,
 )
 from truedraft.models.quantized import dequantize, is_quantized
-from truedraft.models.ranks import Ranks
-from truedraft.models.sharding import refuse_unsharded
-from truedraft.models.weight_files import file_of, refuse_vast_sizes, without_mtp
+from truedraft.models.ranks import Ranks, refuse_unsharded
 from truedraft.options import BITS, KV_DTYPES
 from truedraft.progress import log_stage
 from truedraft.text.tokenizer import Tokenizer

@@ -33,9 +33,11 @@ def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) ->
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
-    files = _files_mapped() if files is None else files
-    if files is not None and not _is_within(tensor.data_ptr(), files):
-        return tensor
+    files, address = _files_mapped() if files is None else files, tensor.data_ptr()
+    if files is not None:
+        place = bisect_right(files, address, key=lambda span: span[0]) - 1
+        if place < 0 or address >= files[place][1]:
+            return tensor
     copy = tensor.clone()
     forget_pages(tensor)
     return copy
@@ -59,11 +61,6 @@ def _mappings() -> Iterator[tuple[int, int, str]]:
 
 def _files_mapped() -> list[tuple[int, int]] | None:
     return sorted((begin, end) for begin, end, _ in _mappings()) if _MAPS.exists() else None
-
-
-def _is_within(address: int, spans: Sequence[tuple[int, int]]) -> bool:
-    place = bisect_right(spans, address, key=lambda span: span[0]) - 1
-    return place >= 0 and address < spans[place][1]
 
 
 def _is_of_a_file(first: int, last: int) -> bool:

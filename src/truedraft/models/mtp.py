@@ -23,9 +23,9 @@ from truedraft.errors import ModelError, ModelNotFoundError, TruedraftError, Uns
 from truedraft.files import user_path
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool
+from truedraft.models.checkpoint import SPECULATORS, MtpNames, mtp_layers, tensors_of
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_config, packed_backend, quiet_transformers, resolve_source
-from truedraft.models.weight_files import SPECULATORS, MtpNames, mtp_layers, tensors_of
 
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")

@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
-        self._bias = None if bias is None else bias.detach().clone()
+        self.bias = None if bias is None else bias.detach().clone()
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -60,16 +60,12 @@ class PackedLinear(nn.Module):
     def dtype(self) -> torch.dtype:
         return self._weight.dtype
 
-    @property
-    def bias(self) -> Tensor | None:
-        return self._bias
-
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, self._weight, self._bias, "none", [], "")
+        return self._product(x, self._weight, self.bias, "none", [], "")
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + x W^T + b`, summed in float32 and rounded once; `residual` is `[..., out]`."""
-        return self._product_and_sum(x, residual, self._weight, self._bias, "add")
+        return self._product_and_sum(x, residual, self._weight, self.bias, "add")
 
 
 def filled(x: Tensor) -> Tensor:

@@ -38,9 +38,8 @@ from truedraft.models.backends.encoder_decoder import Encoded
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.quantized import is_quantized, quantized_of
-from truedraft.models.recurrence import carrying_modules, without_states
+from truedraft.models.recurrence import cache_keyword, carries_states, carrying_modules, without_states
 from truedraft.models.sources import Sources
-from truedraft.models.states import cache_keyword, carries_states
 
 _NAME = "truedraft-probe"
 # Patterns wider than this are taken as full; longer contexts are not supported anyway.

@@ -130,8 +130,7 @@ class StoredWeight:
 
 def quantized_of(weight: Tensor) -> StoredWeight | None:
     """A parameter's codes if it is quantised; the parameter itself then has no values."""
-    found: StoredWeight | None = getattr(weight, "quantized", None)
-    return found
+    return getattr(weight, "quantized", None)
 
 
 def is_quantized(model: nn.Module) -> bool:

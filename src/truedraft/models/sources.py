@@ -185,8 +185,7 @@ class Sources:
             source: the encoder's tokens, with the end token of its tokenizer.
             continues: whether the source may already be followed by the decoder's first tokens.
 
-        Raises:
-            PromptError: there is none, it is too long, or its end is ambiguous.
+        Raises PromptError: there is none, it is too long, or its end is ambiguous.
         """
         ids = list(source)
         length = self.length(ids)

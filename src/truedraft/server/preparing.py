@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from truedraft.core.params import Structured
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
-from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.models.processor import Picture, Processor, read_picture
+from truedraft.models.multimodal import MultimodalPrompt, Picture, Processor, read_picture
 from truedraft.server.errors import ApiError
 from truedraft.text.forms import Forms, Prepared
 from truedraft.text.histories import first_taken

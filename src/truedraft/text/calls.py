@@ -27,7 +27,7 @@ class Reasoning:
 
 
 def new_call_id() -> str:
-    """Return an id for a call that the model wrote without one."""
+    """An id for a call that the model wrote without one."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -509,7 +509,7 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     """A value in JSON, or in Python's notation as some templates show it; anything else is a string."""
     stripped, may_be_text = text.strip(), not types or "string" in types
     try:
-        kind, shown = type_of(json.loads(stripped, parse_constant=_no_constant)), stripped
+        kind, shown = type_of(json.loads(stripped, parse_constant=int)), stripped  # int refuses NaN and infinities
     except (ValueError, RecursionError):
         if may_be_text:
             return json.dumps(text, ensure_ascii=False)
@@ -520,10 +520,6 @@ def _json_of(text: str, types: frozenset[str]) -> str:
             return json.dumps(text, ensure_ascii=False)
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     return json.dumps(text, ensure_ascii=False) if may_be_text and (kind == "string" or not fits) else shown
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def parsed(text: str) -> Any:

@@ -64,8 +64,7 @@ class ControlTokens:
     def literal_ids(self, text: str) -> list[int]:
         """Encode a part of a text, with control tokens in it as text.
 
-        Raises:
-            PromptError: it spells one, and this tokenizer cannot keep that as text; or it has a lone surrogate.
+        Raises PromptError: it spells one, and this tokenizer cannot keep that as text; or it has a lone surrogate.
         """
         refuse_half_characters(text)
         token = self._all.first(text)
@@ -83,8 +82,7 @@ class ControlTokens:
     ) -> MarkedChat | None:
         """A chat with marks around the control tokens that its texts spell; None if they spell none.
 
-        Raises:
-            PromptError: it contains all characters that could be marks.
+        Raises PromptError: it contains all characters that could be marks.
         """
         finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
         texts: list[tuple[str, str, _Finder]] = []  # place, text, and its finder
@@ -127,8 +125,7 @@ class ControlTokens:
     def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
         """Encode the rendered text of a marked chat; `refuse` is called with the text, and raises if it is too long.
 
-        Raises:
-            PromptError: this tokenizer cannot keep the typed tokens as text.
+        Raises PromptError: this tokenizer cannot keep the typed tokens as text.
         """
         place, token = chat.found
         refused = f"{place} spells {token!r}, a control token of {self._name!r}, "

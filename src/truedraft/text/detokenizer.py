@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from truedraft.errors import OptionError
 from truedraft.text.calls import overlap
+
+if TYPE_CHECKING:
+    from truedraft.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """The replacement for bytes that make no character."""
@@ -25,50 +27,24 @@ REPLACEMENT = "\ufffd"
 _CONTEXT = 8
 
 
-class Decoder(Protocol):
-    """What a detokenizer needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one."""
-
-    @property
-    def skipped_ids(self) -> AbstractSet[int]:
-        """Ids without text."""
-
-    @property
-    def byte_values(self) -> Mapping[int, int]:
-        """By id the byte of each byte token; a run of them is decoded together."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids."""
-
-
 class ShownTokens:
-    """A decoder that writes some special tokens, by their ids, by name, and passes all others to another decoder."""
+    """A tokenizer that also writes some special tokens, by their ids, by name."""
 
-    def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
-        self._decoder = decoder
-        self._names = {token: name for token, name in names.items() if token in decoder.skipped_ids}
-        self.skipped_ids = decoder.skipped_ids - self._names.keys()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._decoder.vocab_size
-
-    @property
-    def byte_values(self) -> Mapping[int, int]:
-        return self._decoder.byte_values
+    def __init__(self, tokenizer: Tokenizer, names: Mapping[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._names = {token: name for token, name in names.items() if token in tokenizer.skipped_ids}
+        self.skipped_ids = tokenizer.skipped_ids - self._names.keys()
+        self.vocab_size, self.byte_values = tokenizer.vocab_size, tokenizer.byte_values
 
     def decode(self, ids: Sequence[int]) -> str:
         parts, run = list[str](), list[int]()
         for token in ids:
             if token in self._names:
-                parts += [self._decoder.decode(run), self._names[token]]
+                parts += [self._tokenizer.decode(run), self._names[token]]
                 run = []
             else:
                 run.append(token)
-        return "".join([*parts, self._decoder.decode(run)])
+        return "".join([*parts, self._tokenizer.decode(run)])
 
 
 class StreamDetokenizer:
@@ -82,15 +58,11 @@ class StreamDetokenizer:
     A token costs the decoding of a window of about 16 tokens, not of the answer so far.
     """
 
-    def __init__(self, tokenizer: Decoder) -> None:
+    def __init__(self, tokenizer: Tokenizer | ShownTokens) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # tokens with unreleased text, after up to _CONTEXT released ones
         self._released = 0  # characters of the window's text that have been returned
-        self._held = False
-
-    @property
-    def holding(self) -> bool:
-        return self._held
+        self.holding = False  # whether any text is held back
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Process the next tokens; return the text that has become final, often of earlier tokens."""
@@ -98,14 +70,14 @@ class StreamDetokenizer:
 
     def pending(self) -> str:
         """The held text, as it would be if no token followed."""
-        if not self._held:
+        if not self.holding:
             return ""
         return self._tokenizer.decode(self._window)[self._released :]
 
     def finish(self) -> str:
         """Return the held text at the end; the next `push` begins a new text."""
         rest = self.pending()
-        self._window, self._released, self._held = [], 0, False
+        self._window, self._released, self.holding = [], 0, False
         return rest
 
     def _push(self, token: int) -> str:
@@ -114,13 +86,13 @@ class StreamDetokenizer:
         self._window.append(token)
         if token in self._tokenizer.byte_values:
             # A run is decoded only when it ends, so that it costs no more than its length.
-            self._held = True
+            self.holding = True
             return ""
         text = self._tokenizer.decode(self._window)
         final = _final_length(text)
         piece = text[self._released : final]
         self._released = max(self._released, final)
-        self._held = self._released < len(text)
+        self.holding = self._released < len(text)
         if len(self._window) >= 2 * _CONTEXT:
             self._shorten(text[: self._released])
         return piece
@@ -147,8 +119,7 @@ class StopScanner:
     The stop text that is complete first wins; of those complete at the same character, the one that begins first. So
     the answer does not depend on how the text is chunked.
 
-    Raises:
-        OptionError: a stop text is empty.
+    Raises OptionError: a stop text is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -190,13 +161,12 @@ class TextStream:
 
     Without a `tokenizer` the text is empty; `shown` has names by id of special tokens that the text shows.
 
-    Raises:
-        OptionError: stop texts without a tokenizer, or an empty one.
+    Raises OptionError: stop texts without a tokenizer, or an empty one.
     """
 
     def __init__(
         self,
-        tokenizer: Decoder | None,
+        tokenizer: Tokenizer | None,
         stops: Sequence[str] = (),
         least_tokens: int = 0,
         shown: Mapping[int, str] | None = None,
@@ -207,10 +177,8 @@ class TextStream:
                 f"stop {stops!r} needs a tokenizer, and this model has none; use stop_token_ids, "
                 "or load a folder with tokenizer files"
             )
-        if tokenizer is not None and shown:
-            tokenizer = ShownTokens(tokenizer, shown)
-        self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else StreamDetokenizer(tokenizer)
+        self._tokenizer = ShownTokens(tokenizer, shown) if tokenizer is not None and shown else tokenizer
+        self._detokenizer = None if self._tokenizer is None else StreamDetokenizer(self._tokenizer)
         self._scans = bool(stops)
         self._least = least_tokens
         self._last_bytes = {stop.encode(errors="replace")[-1] for stop in stops}

@@ -147,8 +147,7 @@ class Forms:
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
         """Make a form that does not exist yet, which may take seconds; raises as `start`.
 
-        Raises:
-            FormMemoryError: the forms of open requests leave no room for it.
+        Raises FormMemoryError: the forms of open requests leave no room for it.
         """
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 

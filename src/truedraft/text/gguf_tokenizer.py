@@ -94,13 +94,31 @@ _GPT4O = Split((_cased(_THREES, f"(?:{_ENDINGS})?"),))
 _TINY_AYA = Split((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.patterns))
 _BAILING = Split((_words(_DIGIT, lines=r"\s*[\r\n]|\s+(?!\S)|\s+"),))
 
+_QWEN35 = Split((
+    rf"(?:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
+))  # fmt: skip
+_EXAONE_MOE = Split((
+    rf"(?:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+))  # fmt: skip
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    f"|[\u3105-\u312f]+|{_CJK}"
+)
+_DEEPSEEK_LLM = Split((
+    r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$", _HAN_AND_HANGUL, r"\p{N}+",
+))  # fmt: skip
+_CHAMELEON = (
+    "<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)  # fmt: skip
+_BLANKS = "".join(rf"|\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+
 _BY_SPLIT: tuple[tuple[Split, str], ...] = (
     (Split((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
-    (
-        _GPT2_SPLIT,
-        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en jina-v2-code "
-        "roberta-bpe mpt olmo jais trillion granite-docling exaone4",
-    ),
+    (_GPT2_SPLIT, "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en"),
+    (_GPT2_SPLIT, "jina-v2-code roberta-bpe mpt olmo jais trillion granite-docling exaone4"),
     (_DIGITS_FIRST, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
     (_LLAMA3, "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
     (_GPT4, "dbrx smaug-bpe chatglm-bpe"),
@@ -109,80 +127,26 @@ _BY_SPLIT: tuple[tuple[Split, str], ...] = (
     (_QWEN2, "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     (Split((_words(_DIGIT, endings=""),)), "ufakzeka"),
     (Split((r"[^\n]+|\n+", *_QWEN2.patterns)), "laguna"),
-    (
-        Split((
-            rf"(?:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
-        )),
-        "qwen35",
-    ),
+    (_QWEN35, "qwen35"),
     (Split((_words(_DIGIT, signs=r"\r\n]+"),)), "seed-coder"),
     (_BAILING, "bailingmoe bailingmoe2 llada-moe"),
-    (
-        Split((
-            rf"(?:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-            r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )),
-        "exaone-moe",
-    ),
+    (_EXAONE_MOE, "exaone-moe"),
     (Split((_cased(_DIGIT),), whole_first=True, adds_bos=True), "tekken"),
     (_GPT4O, "gpt-4o llama4 kanana2 talkie minimax-m2"),
     (_TINY_AYA, "tiny_aya cohere2moe"),
-    (
-        Split(
-            (
-                "[\uac00-\ud7a3\u3131-\u318e]+"
-                "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
-                f"|[\u3105-\u312f]+|{_CJK}",
-                _cased(_DIGIT, f"(?:{_ENDINGS})?"),
-            ),
-            whole_first=True,
-        ),
-        "youtu",
-    ),
-    (
-        Split((
-            r"[\r\n]",
-            rf"\s?{_DEEPSEEK_LETTERS}+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _HAN_AND_HANGUL,
-            r"\p{N}+",
-        )),
-        "deepseek-llm",
-    ),
+    (Split((_YOUTU, _cased(_DIGIT, f"(?:{_ENDINGS})?")), whole_first=True), "youtu"),
+    (_DEEPSEEK_LLM, "deepseek-llm"),
     (Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, _DIGIT)), "deepseek-coder"),
     (_DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     (Split((_THREES, _CJK, rf"{_MARKED}|[\r\n]|\s+(?!\S)|\s+", _DIGIT)), "spark2_5"),
-    (
-        Split((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, *_DEEPSEEK3.patterns[2:])),
-        "afmoe",
-    ),
+    (Split((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, *_DEEPSEEK3.patterns[2:])), "afmoe"),
     (Split((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")), "falcon"),
     (Split((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
     (Split((_BLOOM, _DIGIT)), "viking"),
-    (
-        Split(
-            (
-                "<sentinel:[0-9]+>",
-                "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-                r"([\t\n]|    |  )",
-                _DIGIT,
-                r"[\p{P}!-/:-@\[-`{-~]",
-                _GPT2,
-            ),
-            adds_bos=True,
-        ),
-        "chameleon",
-    ),
-    (
-        Split((_words(_THREES, lines=r"\s*[\r\n]+" + "".join(
-            rf"|\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
-        ) + r"|\s"),)),
-        "jais-2",
-    ),
+    (Split(_CHAMELEON, adds_bos=True), "chameleon"),
+    (Split((_words(_THREES, lines=rf"\s*[\r\n]+{_BLANKS}|\s"),)), "jais-2"),
     (Split((r"\p{N}+", r"(?=(\d{3})+(?!\d))")), "superbpe"),
-)  # fmt: skip
+)
 SPLITS: Mapping[str, Split] = {name: split for split, names in _BY_SPLIT for name in names.split()}
 """Rules by the names of `tokenizer.ggml.pre`."""
 
@@ -209,9 +173,7 @@ class _Vocabulary:
 def read_tokenizer(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a file, by its fields `tokenizer.*`; None for kinds that transformers builds (Gemma's, T5's).
 
-    Raises:
-        ModelError: the fields are inconsistent.
-        UnsupportedModelError: its rule is unknown.
+    Raises ModelError: the fields are inconsistent; UnsupportedModelError: its rule is unknown.
     """
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in said.items()}
     kind = fields.get("model")

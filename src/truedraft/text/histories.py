@@ -203,8 +203,7 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[Mapping[str, Any]]], _Read]) -> _Read:
     """Read the messages, or the first simpler form of them that the template accepts.
 
-    Raises:
-        PromptError: the template rejects all; the error of the original messages.
+    Raises PromptError: the template rejects all; the error of the original messages.
     """
     refused: PromptError | None = None
     for form in itertools.chain([messages], plainer(messages)):

@@ -25,9 +25,7 @@ class _Family(NamedTuple):
 
 _FAMILIES = (
     _Family(  # Qwen 2.5 Coder and later, CodeGemma, Granite 4
-        "<|fim_prefix|>",
-        "<|fim_suffix|>",
-        "<|fim_middle|>",
+        *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
         ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
     ),
     _Family(  # StarCoder, Granite
@@ -73,8 +71,7 @@ class Infilling:
     def prompt(self, before: str, after: str) -> list[int]:
         """Prompt ids for the text between `before` and `after`.
 
-        Raises:
-            PromptError: a text spells a token that this tokenizer cannot keep as text.
+        Raises PromptError: a text spells a token that this tokenizer cannot keep as text.
         """
         first = self.tokenizer.backend.bos_token_id
         begun = [first] if first is not None and self.tokenizer.encode("")[:1] == [first] else []

@@ -299,115 +299,71 @@ def _short_id() -> str:
 
 
 _HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
-_FUNCTION = Parameters("<parameter=", ">\n", "\n</parameter>\n")
 _HERMES = Notation(
-    "hermes",
-    ("<tool_call>", '"arguments'),
-    Record(),
-    opening="<tool_call>\n",
-    closing="\n</tool_call>",
-    separator="\n",
+    "hermes", ("<tool_call>", '"arguments'), Record(), opening="<tool_call>\n", closing="\n</tool_call>", separator="\n"
 )
 _DEEPSEEK: dict[str, Any] = {"begin": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>"}
 _MISTRAL: dict[str, Any] = {"id_pattern": "[a-zA-Z0-9]{9}", "new_id": _short_id}
 
 NOTATIONS: tuple[Notation, ...] = (
     Notation(
-        "gpt-oss",
-        ("<|channel|>", "to=", "functions."),
-        Named(),
-        opening="<|channel|>commentary to=functions.",
+        "gpt-oss", ("<|channel|>", "to=", "functions."), Named(), opening="<|channel|>commentary to=functions.",
         between=" <|constrain|>json<|message|>",
         also=(
             (" to=functions.", "<|channel|>commentary json<|message|>"),
             ("<|start|>assistant<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
             ("<|start|>assistant to=functions.", "<|channel|>commentary json<|message|>"),
         ),
-        ends=("<|call|>", "<|return|>"),
-        channels=True,
+        ends=("<|call|>", "<|return|>"), channels=True,
         leads=("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
         reasoning=ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     Notation(
-        "kimi-k2",
-        ("<|tool_call_argument_begin|>",),
-        Named(),
-        begin="<|tool_calls_section_begin|>",
-        opening="<|tool_call_begin|>functions.",
-        between=":{id}<|tool_call_argument_begin|>",
-        closing="<|tool_call_end|>",
-        end="<|tool_calls_section_end|>",
-        id_pattern="[0-9]{1,3}",
+        "kimi-k2", ("<|tool_call_argument_begin|>",), Named(), begin="<|tool_calls_section_begin|>",
+        opening="<|tool_call_begin|>functions.", between=":{id}<|tool_call_argument_begin|>",
+        closing="<|tool_call_end|>", end="<|tool_calls_section_end|>", id_pattern="[0-9]{1,3}",
         call_id="functions.{name}:{id}",
     ),
     Notation(
-        "deepseek-v3",
-        ("<｜tool▁call▁begin｜>", "```json"),
-        Named(),
-        opening="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        between="\n```json\n",
-        closing="\n```<｜tool▁call▁end｜>",
-        separator="\n",
-        **_DEEPSEEK,
+        "deepseek-v3", ("<｜tool▁call▁begin｜>", "```json"), Named(),
+        opening="<｜tool▁call▁begin｜>function<｜tool▁sep｜>", between="\n```json\n",
+        closing="\n```<｜tool▁call▁end｜>", separator="\n", **_DEEPSEEK,
     ),
     Notation(
-        "deepseek-v3.1",
-        ("<｜tool▁call▁begin｜>",),
-        Named(),
-        opening="<｜tool▁call▁begin｜>",
-        between="<｜tool▁sep｜>",
-        closing="<｜tool▁call▁end｜>",
-        **_DEEPSEEK,
+        "deepseek-v3.1", ("<｜tool▁call▁begin｜>",), Named(), opening="<｜tool▁call▁begin｜>", between="<｜tool▁sep｜>",
+        closing="<｜tool▁call▁end｜>", **_DEEPSEEK,
     ),
     Notation(
-        "mistral-call-id",
-        ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        Named(),
-        opening="[TOOL_CALLS]",
-        between="[CALL_ID]{id}[ARGS]",
-        **_MISTRAL,
+        "mistral-call-id", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), Named(), opening="[TOOL_CALLS]",
+        between="[CALL_ID]{id}[ARGS]", **_MISTRAL,
     ),
     Notation(
-        "mistral-args", ("[TOOL_CALLS]", "[ARGS]"), Named(), opening="[TOOL_CALLS]", between="[ARGS]", new_id=_short_id
+        "mistral-args", ("[TOOL_CALLS]", "[ARGS]"), Named(), opening="[TOOL_CALLS]", between="[ARGS]",
+        new_id=_short_id,
     ),
     Notation("mistral", ("[TOOL_CALLS]",), Record(), begin="[TOOL_CALLS][", separator=", ", end="]", **_MISTRAL),
     Notation(
-        "glm-4.5",
-        ("<tool_call>", "<arg_key>", "\n<arg_value>"),
-        Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-        opening="<tool_call>",
-        between="\n",
-        closing="</tool_call>",
-        separator="\n",
+        "glm-4.5", ("<tool_call>", "<arg_key>", "\n<arg_value>"),
+        Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), opening="<tool_call>", between="\n",
+        closing="</tool_call>", separator="\n",
     ),
     Notation(
-        "glm-4.7",
-        ("<tool_call>", "<arg_key>"),
-        Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
-        opening="<tool_call>",
-        closing="</tool_call>",
+        "glm-4.7", ("<tool_call>", "<arg_key>"), Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        opening="<tool_call>", closing="</tool_call>",
     ),
     Notation(
-        "qwen3-coder",
-        ("<tool_call>", "<function=", "<parameter="),
-        _FUNCTION,
-        opening="<tool_call>\n<function=",
-        between=">\n",
-        closing="</function>\n</tool_call>",
-        separator="\n",
+        "qwen3-coder", ("<tool_call>", "<function=", "<parameter="),
+        Parameters("<parameter=", ">\n", "\n</parameter>\n"), opening="<tool_call>\n<function=", between=">\n",
+        closing="</function>\n</tool_call>", separator="\n",
     ),
     Notation(
-        "seed-oss",
-        ("<seed:tool_call>", "<function=", "<parameter="),
-        Parameters("<parameter=", ">", "</parameter>\n"),
-        opening="<seed:tool_call>\n<function=",
-        between=">\n",
-        closing="</function>\n</seed:tool_call>",
-        separator="\n",
+        "seed-oss", ("<seed:tool_call>", "<function=", "<parameter="),
+        Parameters("<parameter=", ">", "</parameter>\n"), opening="<seed:tool_call>\n<function=", between=">\n",
+        closing="</function>\n</seed:tool_call>", separator="\n",
     ),
     _HERMES,
     Notation("llama", ('"parameters": dictionary',), Record("parameters"), begin="<|python_tag|>", separator="; "),
-)
+)  # fmt: skip
 """A template has the first notation of which it contains all `shown` texts."""
 
 UNKNOWN = replace(_HERMES, name="text", shown=())

@@ -49,8 +49,7 @@ def simplified(schema: Any) -> Any:
     Unknown formats are annotations. `oneOf` with exclusive branches becomes `anyOf`; any other is kept, because an
     answer that matches two branches is wrong.
 
-    Raises:
-        ValueError: something is no text or no object where a schema must have one.
+    Raises ValueError: something is no text or no object where a schema must have one.
     """
     return _simplified(schema, _Exclusions(schema))
 
@@ -298,8 +297,7 @@ def problem_of(schema: Any) -> str:
 def unheld(schema: Any) -> str:
     """Why no form can enforce a valid schema; "" if a form can, or if the schema is invalid.
 
-    Raises:
-        ImportError: jsonschema-rs is not installed.
+    Raises ImportError: jsonschema-rs is not installed.
     """
     try:
         _validator(schema)

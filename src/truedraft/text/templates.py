@@ -294,8 +294,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
-        return parsed
+        return _Counting().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%":

@@ -239,8 +239,7 @@ class Tokenizer:
 
         Control tokens spelled in messages are not distinguished from the template's own.
 
-        Raises:
-            PromptError: the model has no chat template, or its template rejects these messages.
+        Raises PromptError: the model has no chat template, or its template rejects these messages.
         """
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 

@@ -46,9 +46,7 @@ class Trial:
     def run(self, tokenizer: str, grammar: str, limits: dict[str, Any], vocab_size: int, eos_id: int) -> int | str:
         """Compile a form; returns its bytes of memory, or why the library rejects it.
 
-        Raises:
-            OptionError: it exceeds a limit.
-            CancelledError: `cancel` was called.
+        Raises OptionError: it exceeds a limit; CancelledError: `cancel` was called.
         """
         most = MOST_SECONDS, MOST_BYTES
         work = json.dumps([tokenizer, grammar, limits, {"n_vocab": vocab_size, "eos_token": eos_id}, most]).encode()

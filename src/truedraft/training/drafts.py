@@ -28,7 +28,7 @@ from truedraft.errors import (
 from truedraft.machine import describe_machine, in_bytes
 from truedraft.measure import TREE_TEMPERATURES
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama, use_training_attention
-from truedraft.models.cache.bounded import LEAST_CONTEXT
+from truedraft.models.cache.request import LEAST_CONTEXT
 from truedraft.models.checkpoint import fingerprint_of, sample_of, weights_hash
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import load_model, resolve_source

@@ -15,7 +15,7 @@ from truedraft import load_model
 from truedraft.drafters import from_spec, registry, specs
 from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.models.base import LanguageModel
-from truedraft.models.embedded import embedded_folder, embedded_names
+from truedraft.models.embedded import EMBEDDED, embedded_folder
 from truedraft.models.export import export_model
 
 ALL = ["draft", "redrafter", "medusa", "prompt-lookup"]
@@ -67,4 +67,4 @@ def test_the_shipped_drafters_name_the_target_that_ships() -> None:
 
 def test_no_name_of_an_embedded_model_decides() -> None:
     code = inspect.getsource(registry) + inspect.getsource(specs.auto_members)
-    assert not any(f"embedded:{name}" in code for name in embedded_names())
+    assert not any(f"embedded:{name}" in code for name in EMBEDDED)

@@ -12,11 +12,11 @@ from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import overlap
 from truedraft.errors import UnknownOptionError
-from truedraft.models.embedded import embedded_folder, embedded_names, heldout_prompts_file
+from truedraft.models.embedded import EMBEDDED, embedded_folder, heldout_prompts_file
 
 
 def test_names() -> None:
-    assert embedded_names() == ("target", "draft")
+    assert EMBEDDED == ("target", "draft")
     with pytest.raises(UnknownOptionError, match="did you mean 'target'"):
         embedded_folder("targt")
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from truedraft.drafters.heads.head import MOST_MODULES, Head
 from truedraft.errors import OptionError
 from truedraft.models.attention import AttentionPattern, Full, Window
-from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
+from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel

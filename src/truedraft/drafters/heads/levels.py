@@ -36,7 +36,7 @@ from truedraft.drafters.tree_builder import (
     judged_if_it_fails,
 )
 from truedraft.errors import CompositionError, OptionError
-from truedraft.models.backends.graphs.growth import ChosenChains, Grow, LikeliestNodes
+from truedraft.models.backends.graphs.heads import ChosenChains, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.cache import CachePool, RequestCache, bounded

@@ -14,8 +14,7 @@ from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDraf
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead
 from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring
-from truedraft.models.backends.graphs.growth import Grow
-from truedraft.models.backends.graphs.heads import GraphBlocks
+from truedraft.models.backends.graphs.heads import GraphBlocks, Grow
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
 from truedraft.models.cache import FIRST, CachePool, RequestCache

@@ -21,16 +21,13 @@ from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, Le
 from truedraft.drafters.heads.texts import READ_TOKENS
 from truedraft.drafters.tree_builder import DraftTree
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
-from truedraft.models.attention import Scoring
-from truedraft.models.backends.graphs.growth import Grow
-from truedraft.models.backends.graphs.heads import GraphPairs
-from truedraft.models.backends.graphs.paged import MOST_RECORDED_TOKENS
-from truedraft.models.backends.graphs.replay import Outputs, Recorder
+from truedraft.models.attention import ForwardPlan, Scoring
+from truedraft.models.backends.graphs.heads import GraphPairs, Grow
+from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS, Outputs, Recorder
 from truedraft.models.backends.native.pairs import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
-from truedraft.models.packing import ForwardPlan
 
 
 class PairRunner(LevelRunner, Protocol):
@@ -163,8 +160,7 @@ class Eagle3Runner:
 
     def _attend(self, plan: ForwardPlan, calls: Iterator[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         call = next(calls)
-        by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-        return plan.attend(call, self._head.config.patterns[call], self._scoring, *by_head).flatten(1)
+        return plan.attend_rows(call, self._head.config.patterns[call], self._scoring, query, key, value)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         own = self._head.embed_tokens

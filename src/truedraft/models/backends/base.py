@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of
-from truedraft.models.packing import ForwardPlan
 
 
 class Backend(ABC):
@@ -62,18 +62,13 @@ class Backend(ABC):
         has_inputs = any(segment.inputs is not None for segment in segments)
         if has_inputs and len(segments) > 1:
             return self._forward_each(segments, device, layers)
+        if has_inputs and not self.input_names:
+            raise UnsupportedModelError("this forward reads only text; load the model with fast_paths=False")
         plan = ForwardPlan.of(segments, device, 1 if has_inputs else self.least_rows)
-        seen: dict[int, Tensor] = {}
-        if layers:
-            logits, hidden = self.run_watched(plan, layers, seen)
-        else:
-            logits, hidden = self.run_inputs(plan) if has_inputs else self.run(plan)
-        shown = tuple(seen[layer] for layer in layers)
-        if logits.shape[0] == plan.requested:  # a view of all takes a microsecond, which a small model feels
-            return ForwardOutput(logits, hidden, shown)
-        return ForwardOutput(
-            logits[: plan.requested], hidden[: plan.requested], tuple(layer[: plan.requested] for layer in shown)
-        )
+        outputs = self.run(plan, layers)
+        if len(outputs[0]) != plan.requested:  # a view of all takes a microsecond, which a small model feels
+            outputs = tuple(each[: plan.requested] for each in outputs)
+        return ForwardOutput(outputs[0], outputs[1], outputs[2:])
 
     def _forward_each(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int]) -> ForwardOutput:
         numbers = range(len(segments))
@@ -96,20 +91,14 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         raise UnsupportedModelError("this forward records no chains")
 
-    @abstractmethod
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """Run the plan; returns the logits `[rows, ids]` of its rows and the inputs `[rows, width]` of the LM head.
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        """Run the plan, for `forward`; if its first segment has inputs in addition to tokens, it is the only one.
 
-        Both have the plan's padding; logits include padded ids of the embedding.
+        Returns:
+            At the plan's rows, padding included: logits `[rows, ids]` with padded ids of the embedding, the inputs
+            `[rows, width]` of the LM head, and the outputs `[rows, width]` of `layers`.
         """
-
-    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        """`run` for a plan of one segment: a whole prompt with inputs in addition to its tokens."""
-        raise UnsupportedModelError("this forward reads only text; load the model with fast_paths=False")
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """`run`, which also stores each layer's output `[rows, width]` at the plan's rows in `seen`."""
-        raise UnsupportedModelError("this forward shows no single layers; load the model with fast_paths=False")
+        raise NotImplementedError
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
         raise UnsupportedModelError("this forward runs all of its layers")
@@ -151,34 +140,30 @@ class ModuleBackend(Backend):
         self._model = model
         self.fast_paths = ()
         self.input_names = input_names_of(model)
-        self._layers = _decoder_layers(model)
+        count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        lists = [each for each in model.base_model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+        self._layers: Sequence[nn.Module] = list(lists[0]) if len(lists) == 1 else ()  # otherwise unknown
         self.shown_layers = len(self._layers)
         self._captured: list[Tensor] = []
         self._head = model.get_output_embeddings()
         self._head.register_forward_pre_hook(lambda _, inputs: self._captured.append(inputs[0]))
 
-    def _run_showing(
-        self, plan: ForwardPlan, layers: Sequence[int], show: Callable[[int, Tensor], None]
-    ) -> tuple[Tensor, Tensor]:
+    @contextmanager
+    def _watching(self, layers: Sequence[int], show: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """In the context, the output of each of these layers is passed to `show`."""
+
         def noted(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
             show(layer, output if isinstance(output, Tensor) else output[0])
 
         with ExitStack() as hooks:
             for layer in layers:
                 hooks.callback(self._layers[layer].register_forward_hook(partial(noted, layer)).remove)
-            return self.run(plan) if plan.segments[0].segment.inputs is None else self.run_inputs(plan)
+            yield
 
     def unembed(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self._head(self._whole_rows(vectors, lm_head_width(self._head)))
         self._captured.clear()
         return logits[: len(vectors)]
-
-
-def _decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers in order; empty unless exactly one module list has the configured number of layers."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [part for part in model.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
-    return list(lists[0]) if len(lists) == 1 else ()
 
 
 BackendMaker: TypeAlias = Callable[[PreTrainedModel], Backend]

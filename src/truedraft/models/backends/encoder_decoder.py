@@ -17,10 +17,10 @@ from transformers import Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.errors import ModelError, UnsupportedModelError
+from truedraft.models.attention import SegmentPlan
 from truedraft.models.backends.sequential import PathCache, SequentialBackend
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.multimodal import on_device
-from truedraft.models.packing import SegmentPlan
 from truedraft.models.sources import Sources
 
 
@@ -74,19 +74,17 @@ class EncoderDecoderBackend(SequentialBackend):
 
     def _encode(self, source: Sequence[int], inputs: Mapping[str, Tensor] | None, device: torch.device) -> Tensor:
         encoder = self._model.get_encoder()
-        if self._sources.sound is None:
+        if (sound := self._sources.sound) is None:
             ids = torch.tensor([source], device=device)
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        elif inputs is None:
+            return encoder(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+        if inputs is None:
             raise ModelError("the model reads audio, and the text began without any; give it with the placeholders")
-        else:
-            given = on_device(inputs, device, self._model.dtype)
-        if self._sources.sound is not None and given[self._sources.sound.name].equal(self._sources.sound.example):
-            # Measurements and checks use it repeatedly, and an encoder may take seconds.
-            self._example = encoder(**given)[0] if self._example is None else self._example
-            return self._example
-        vectors: Tensor = encoder(**given)[0]
-        return vectors
+        given = on_device(inputs, device, self._model.dtype)
+        if not given[sound.name].equal(sound.example):
+            return encoder(**given)[0]
+        # Measurements and checks use the example repeatedly, and an encoder may take seconds.
+        self._example = encoder(**given)[0] if self._example is None else self._example
+        return self._example
 
     def _logits(
         self, ids: Tensor, past: PathCache, places: Tensor, inputs: Mapping[str, Tensor] | None = None
@@ -101,7 +99,7 @@ class EncoderDecoderBackend(SequentialBackend):
         }
         if self._sources.sound is None:  # the mask of a sound would be over its frames, all of which are visible
             given["attention_mask"] = torch.ones(1, cache.family.memory, dtype=torch.int64, device=ids.device)
-        logits: Tensor = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
+        logits = self._model(decoder_input_ids=ids, use_cache=True, **given).logits[0]
         self._encoded = None
         return logits
 

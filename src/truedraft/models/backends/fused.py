@@ -8,7 +8,7 @@ called.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from truedraft.errors import UnsupportedModelError
-from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.attention import ForwardPlan, Scoring
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import NativeLinear, native_linears
-from truedraft.models.llama import Linears, Llama, LlamaLayer, Product
+from truedraft.models.llama import Llama, LlamaLayer, Product
 from truedraft.models.packed_linear import PackedLinear, can_pack, fuse
-from truedraft.models.packing import ForwardPlan
 
 
 class FusedBackend(Backend):
@@ -32,7 +31,7 @@ class FusedBackend(Backend):
         self._embedding = llama.embedding
         self._scale = llama.scale
         self._rotaries = llama.rotaries
-        self._layers: list[LlamaLayer[Product]] = [layer.with_products(_fused) for layer in llama.layers]
+        self._layers: list[LlamaLayer[Product]] = [layer.with_products(fuse) for layer in llama.layers]
         self._scorings = [Scoring(layer.scaling) for layer in llama.layers]
         self._norm = llama.norm
         head = PackedLinear(llama.lm_head.weight, llama.lm_head.bias) if llama.tied else fuse([llama.lm_head])
@@ -54,7 +53,7 @@ class FusedBackend(Backend):
         products = [each for layer in self._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         fewer = native_linears([*products, self._lm_head], bits, dtype)
         twin = copy.copy(self)
-        twin._layers = [layer.with_products(lambda each: _either(fewer, each)) for layer in self._layers]
+        twin._layers = [layer.with_products(lambda each: fewer.get(each, each)) for layer in self._layers]
         twin._lm_head = fewer.get(self._lm_head, self._lm_head)
         twin.weight_bytes = sum(each.weight_bytes for each in fewer.values())
         if len(fewer) == len(products) + 1:
@@ -62,10 +61,8 @@ class FusedBackend(Backend):
         twin.fast_paths = (*self.fast_paths[1:], f"weights of {bits} bits")
         return twin
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        return self.run_watched(plan, (), {})
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        seen: dict[int, Tensor] = {}
         for table in self._rotaries:
             table.reach(plan.furthest)
         rotations = [table.at(plan.positions[0]) for table in self._rotaries]
@@ -73,32 +70,11 @@ class FusedBackend(Backend):
         if self._scale != 1.0:
             x = x * self._scale
         for call, (layer, scoring) in enumerate(zip(self._layers, self._scorings, strict=True)):
-            x = layer.run(x, rotations[layer.rotary], partial(_attend, plan, call, layer.pattern, scoring))
+            x = layer.run(x, rotations[layer.rotary], partial(plan.attend_rows, call, layer.pattern, scoring))
             if call in layers:
                 seen[call] = x.index_select(0, plan.rows)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, plan.rows))  # [requested, width]
-        return self._lm_head(hidden), hidden
+        return self._lm_head(hidden), hidden, *(seen[layer] for layer in layers)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         return self._lm_head(self._whole_rows(vectors, self._lm_head.in_features))[: len(vectors)]
-
-
-def _fused(layers: Linears) -> Product:
-    return fuse(layers)
-
-
-def _either(fewer: Mapping[object, NativeLinear], product: Product) -> Product:
-    return fewer.get(product, product)
-
-
-def _attend(
-    plan: ForwardPlan,
-    call: int,
-    pattern: AttentionPattern,
-    scoring: Scoring,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    by_head = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)  # each [heads, total, head]
-    return plan.attend(call, pattern, scoring, *by_head).flatten(1)

@@ -19,16 +19,14 @@ from transformers import PreTrainedModel
 
 from truedraft.core.tree import TreeShape
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models.attention import AttentionPattern
+from truedraft.models.attention import AttentionPattern, ForwardPlan
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.cache import CachePool, Entries, RequestCache
 from truedraft.models.packed_linear import LEAST_ROWS, can_pack, multiplies_only_packed, pack_weights
-from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
-from truedraft.models.ranks import RankLostError, Ranks
-from truedraft.models.sharding import shard
+from truedraft.models.ranks import RankLostError, Ranks, shard
 
 _Note: TypeAlias = tuple[str, int, tuple[Any, ...]]
 """The name of an operation, the cache's number, and the arguments."""
@@ -58,12 +56,12 @@ class ParallelBackend(StockBackend):
     def new_pool(self, limit: int) -> CachePool:
         return _NotedPool(limit, self._notes)
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
         self._ranks.check()
         described = [_plain(part.segment) for part in plan.segments]
         with self._ranks.in_step():
             self._ranks.send((self._taken(), described))
-            return super().run(plan)
+            return super().run(plan, layers)
 
     def unembed(self, vectors: Tensor) -> Tensor:
         self._ranks.check()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,12 @@ from transformers import Cache, PreTrainedModel
 
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.attention import ForwardPlan, SegmentPlan
 from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.cache import Buffers, CachePool, RequestCache
 from truedraft.models.lm_head import lm_head_dtype, lm_head_width
 from truedraft.models.multimodal import noting_shift, on_device
-from truedraft.models.packing import ForwardPlan, SegmentPlan
-from truedraft.models.states import cache_keyword
+from truedraft.models.recurrence import cache_keyword
 
 _MOST_REREAD = 16
 """Most committed tokens that are read again with drafted ones, before they are read into the kept cache."""
@@ -51,50 +52,35 @@ class SequentialBackend(ModuleBackend):
                 "again"
             )
         super().__init__(model)
-        self._outputs: dict[int, Tensor] = {}  # outputs of the watched layers in the last forward
-        self._shown: dict[int, list[Tensor]] = {}  # their requested rows
+        self._watched: Sequence[int] = ()  # layers
+        self._outputs: dict[int, Tensor] = {}  # of these layers in the last forward
         self.note = f"{self._way}: {reason}"
 
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, drops=False)
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        logits: list[Tensor] = []
-        hidden: list[Tensor] = []
-        for part in plan.segments:
-            tokens = plan.tokens[0, part.start : part.start + part.count]
-            found: dict[int, tuple[Tensor, ...]] = {}
-            for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
-                found |= self._read(part, run, tokens)
-            for row in part.segment.rows:
-                one, vector, *shown = found[row]
-                logits.append(one)
-                hidden.append(vector)
-                for vectors, each in zip(self._shown.values(), shown, strict=True):
-                    vectors.append(each)
-        if not logits:
-            width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
-            none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
-            return self.unembed(none), none
-        return torch.stack(logits), torch.stack(hidden)
-
-    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        cache = plan.segments[0].segment.cache
-        with noting_shift(self._model, cache):
-            found = self.run(plan)
-        cache.family.unshareable = not cache.family.encodes  # the masks of the decoder are unknown
-        return found
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        self._shown = {layer: [] for layer in layers}
-        try:
-            found = self._run_showing(plan, layers, self._outputs.__setitem__)
-            width = self._model.config.get_text_config().hidden_size
-            for layer, rows in self._shown.items():
-                seen[layer] = torch.stack(rows) if rows else found[1].new_zeros(0, width)
-        finally:
-            self._shown, self._outputs = {}, {}
-        return found
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        self._watched, self._outputs = layers, {}
+        cache, has_inputs = plan.segments[0].segment.cache, plan.segments[0].segment.inputs is not None
+        rows: list[tuple[Tensor, ...]] = []
+        with (
+            noting_shift(self._model, cache) if has_inputs else nullcontext(),
+            self._watching(layers, self._outputs.__setitem__),
+        ):
+            for part in plan.segments:
+                tokens = plan.tokens[0, part.start : part.start + part.count]
+                found: dict[int, tuple[Tensor, ...]] = {}
+                for run in runs_of(part.segment.shape, part.segment.written + self._passed(part, tokens)):
+                    found |= self._read(part, run, tokens)
+                rows += [found[row] for row in part.segment.rows]
+        if has_inputs:
+            cache.family.unshareable = not cache.family.encodes  # the masks of the decoder are unknown
+        if rows:
+            return tuple(map(torch.stack, zip(*rows, strict=True)))
+        width, dtype = lm_head_width(self._head), lm_head_dtype(self._head)
+        none = torch.zeros(0, width, dtype=dtype, device=plan.tokens.device)
+        shown = none.new_zeros(0, self._model.config.get_text_config().hidden_size)
+        return self.unembed(none), none, *([shown] * len(layers))
 
     def _read(self, part: SegmentPlan, run: Sequence[int], tokens: Tensor) -> dict[int, tuple[Tensor, ...]]:
         """Read a run; for its tokens in the segment's rows: logits, the LM head's input, outputs of watched layers."""
@@ -107,7 +93,7 @@ class SequentialBackend(ModuleBackend):
         ids = tokens[own[0] : own[-1] + 1] if contiguous else tokens[own]
         self._captured.clear()
         logits = self._logits(ids[None], past, torch.tensor(places, device=tokens.device), segment.inputs)
-        if not past.is_used:
+        if not past.calls:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not keep what it read in transformers' cache of keys and values; "
                 "use another model"
@@ -115,7 +101,7 @@ class SequentialBackend(ModuleBackend):
         hidden = self._captured.pop()[0]
         pick = slice(None) if len(logits) == len(places) else places
         kept = hidden if len(hidden) == len(places) else hidden[places]
-        shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._shown]
+        shown = [self._outputs[layer][0, -len(own) :][places] for layer in self._watched]
         return {own[place]: tuple(each) for place, *each in zip(places, logits[pick], kept, *shown, strict=True)}
 
     def _passed(self, part: SegmentPlan, tokens: Tensor) -> int:
@@ -134,8 +120,7 @@ class SequentialBackend(ModuleBackend):
         if inputs is not None:
             del given["position_ids"]
             given |= on_device(inputs, ids.device, self._model.dtype)
-        logits: Tensor = self._called(ids, given, use_cache=True, **{self._keyword: past}).logits[0]
-        return logits
+        return self._called(ids, given, use_cache=True, **{self._keyword: past}).logits[0]
 
     def _called(self, ids: Tensor, given: Mapping[str, Any], **always: Any) -> Any:
         taken = {name: value for name, value in given.items() if name in self._takes}
@@ -170,15 +155,11 @@ class PathCache(Cache):
         self._path = path
         self._new = new
         self._updated: set[int] = set()
-        self._call = 0
+        self.calls = 0
 
     @property
     def end(self) -> int:
         return self.cache.length + len(self._path) - self.cache.family.memory
-
-    @property
-    def is_used(self) -> bool:
-        return self._call > 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -189,18 +170,18 @@ class PathCache(Cache):
                 "supports one text, by head and token; use another model"
             )
         keys, values = self._buffers.write_path(
-            self._call, self.cache.length, self._path, key_states[0], value_states[0]
+            self.calls, self.cache.length, self._path, key_states[0], value_states[0]
         )
         self._updated.add(layer_idx)
-        self._call += 1
+        self.calls += 1
         return keys[None, :, self.cache.family.memory :], values[None, :, self.cache.family.memory :]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store keys `[1, new, width]` with which sparse attention selects positions; they have no values."""
         keys, _ = self._buffers.write_path(
-            self._call, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
+            self.calls, self.cache.length, self._path, indexer_key_states, indexer_key_states.new_zeros(1, self._new, 0)
         )
-        self._call += 1
+        self.calls += 1
         return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -307,8 +288,8 @@ class CopiedBackend(WholeTextBackend):
     ) -> Tensor:
         new, whole = ids.shape[1], text_of(ids, past)
         text, cache = whole[0].tolist(), past.cache
-        existing = cache.family.auxiliary
-        copies = cache.family.auxiliary = existing if isinstance(existing, _Copies) else _Copies()
+        copies: _Copies = cache.family.auxiliary or _Copies()
+        cache.family.auxiliary = copies
         if copies.kept is not None and cache.length - len(copies.kept.ids) > _MOST_REREAD:
             self._catch_up(copies, whole[:, : cache.length])
         read = copies.next_read(text, cache.length, len(text) - new, cache.uncommitted > 1)
@@ -338,8 +319,7 @@ class CopiedBackend(WholeTextBackend):
         read.past, read.ids = getattr(output, self._keyword, None), text[0].tolist()
         if read.past is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} gives no cache back that could be copied")
-        logits: Tensor = output.logits[0]
-        return logits
+        return output.logits[0]
 
 
 def _bytes_of(part: Any) -> int:

@@ -18,13 +18,12 @@ from transformers.masking_utils import sdpa_mask
 
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.adapters import Adapters, LowRank
-from truedraft.models.attention import AttentionPattern, Scoring
+from truedraft.models.attention import AttentionPattern, ForwardPlan, Scoring
 from truedraft.models.backends.base import ModuleBackend
 from truedraft.models.backends.native.linear import quantized_linears
 from truedraft.models.cache import CachePool
 from truedraft.models.multimodal import input_names_of, noting_shift, on_device
 from truedraft.models.packed_linear import multiplies_only_packed
-from truedraft.models.packing import ForwardPlan
 from truedraft.models.probe import probe_patterns
 from truedraft.models.recurrence import Recurrence, carrying_modules
 
@@ -36,8 +35,7 @@ class StockBackend(ModuleBackend):
 
     `patterns` None detects those of each attention call; `adapters` are those of `read_adapters`, by name.
 
-    Raises:
-        UnsupportedModelError: the family cannot run packed; names the reason.
+    Raises UnsupportedModelError: the family cannot run packed; names the reason.
     """
 
     def __init__(
@@ -63,15 +61,22 @@ class StockBackend(ModuleBackend):
     def new_pool(self, limit: int) -> CachePool:
         return CachePool(limit, carries=self._carries)
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        with self._attention.following(plan):
-            return self._run(plan, {"position_ids": plan.positions})
-
-    def run_inputs(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        seen: dict[int, Tensor] = {}
         segment = plan.segments[0].segment
-        inputs = on_device(segment.inputs or {}, plan.tokens.device, self._model.dtype)
-        with noting_shift(self._model, segment.cache), self._attention.reading(self._model, plan):
-            return self._run(plan, {"attention_mask": torch.ones_like(plan.tokens), **inputs})
+
+        def show(layer: int, vectors: Tensor) -> None:
+            seen[layer] = vectors[0].index_select(0, plan.rows)
+
+        with self._watching(layers, show):
+            if segment.inputs is None:
+                with self._attention.following(plan):
+                    made = self._run(plan, {"position_ids": plan.positions})
+            else:
+                inputs = on_device(segment.inputs, plan.tokens.device, self._model.dtype)
+                with noting_shift(self._model, segment.cache), self._attention.reading(self._model, plan):
+                    made = self._run(plan, {"attention_mask": torch.ones_like(plan.tokens), **inputs})
+        return *made, *(seen[layer] for layer in layers)
 
     def _run(self, plan: ForwardPlan, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         self._captured.clear()
@@ -92,12 +97,6 @@ class StockBackend(ModuleBackend):
         if multiplies_only_packed(twin._model):
             twin.least_rows = 1  # a row of these products does not depend on the number of rows
         return twin
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        def show(layer: int, vectors: Tensor) -> None:
-            seen[layer] = vectors[0].index_select(0, plan.rows)
-
-        return self._run_showing(plan, layers, show)
 
 
 class _PackedAttention:

@@ -11,7 +11,6 @@ neighbours in the forward. Measured bit for bit to 8,192 keys (benchmarks/LOG.md
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,13 +37,6 @@ def key_span(positions: int) -> int:
     return -(-positions // _STEP) * _STEP
 
 
-class Keeper(Protocol):
-    """Keeps keys and values for later requests."""
-
-    def forget_oldest(self) -> bool:
-        """Free the least recently used entries; returns whether there were any."""
-
-
 class Entries:
     """Keys and values `[kv_heads, tokens, width]` of some tokens by call; `number` names them in other processes."""
 
@@ -63,7 +55,7 @@ class Buffers:
     They grow by doubling, up to the limit unless a tree needs more, and never shrink. Keys are transposed, as the
     product with queries reads them. Positions after the written ones are read with the weight 0, so their values must
     be finite: values left there by dropped tokens are set to 0. `generation` rises whenever buffers moved; addresses
-    taken before are invalid. `coded` says whether entries are codes (`cache/coded.py`).
+    taken before are invalid. `coded` says whether entries are codes (`CodedBuffers`).
     """
 
     coded = False
@@ -122,8 +114,7 @@ class Buffers:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes.
 
-        Raises:
-            CacheError: they exist, with another number or other sizes.
+        Raises CacheError: they exist, with another number or other sizes.
         """
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
@@ -215,3 +206,58 @@ class Buffers:
             keys, values = zip(*pairs, strict=True)
             whole = (keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
             Buffers.write(self, call, *whole)  # as they are stored
+
+
+SCALE_BYTES = 4
+
+
+def encoded(entries: Tensor) -> Tensor:
+    """Entries `[..., width]` as int8 `[..., width + 4]`: codes, then the bytes of their scale max|x| / 127.
+
+    Codes are rounded to the nearest, ties to even. Entries that are not finite get a scale that is not finite.
+    """
+    numbers = entries.float()
+    scale = numbers.abs().amax(-1, keepdim=True) / 127
+    codes = (numbers / torch.where(scale > 0, scale, 1.0)).round().to(torch.int8)
+    return torch.cat([codes, scale.contiguous().view(torch.int8)], -1)
+
+
+def decoded(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers `[..., width]` of what `encoded` returned."""
+    scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (stored[..., :-SCALE_BYTES] * scale).to(dtype)
+
+
+class CodedBuffers(Buffers):
+    """Buffers of 8-bit codes, which give and take numbers of `dtype`; the native forward reads the codes themselves.
+
+    Each token and head has codes from -127 to 127 and one scale in float32, for keys and for values: half the memory of
+    bfloat16, a quarter of that of float32. An entry is quantised once, when it is written, from the number that the
+    model's dtype would keep. Commits, growth and shared prefixes move codes and scales, so all forwards read the same
+    ones, drafted or not.
+    """
+
+    coded = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def addressed(
+        self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        return super().addressed(calls, kv_heads, key_width + SCALE_BYTES, value_width + SCALE_BYTES, torch.int8)
+
+    def write(self, call: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        all_keys, all_values = super().write(call, encoded(keys), encoded(values))
+        return decoded(all_keys.transpose(1, 2), self._dtype).transpose(1, 2), decoded(all_values, self._dtype)
+
+    def write_path(
+        self, call: int, length: int, path: Sequence[int], keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        all_keys, all_values = super().write_path(call, length, path, encoded(keys), encoded(values))
+        return decoded(all_keys, self._dtype), decoded(all_values, self._dtype)
+
+    def entry(self, call: int, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().entry(call, length)
+        return decoded(keys, self._dtype), decoded(values, self._dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -118,13 +118,6 @@ class CarriedStates:
         return [dict(self._committed[layer].copied().states) for layer in sorted(self._committed)]
 
 
-class AuxiliaryState(Protocol):
-    """What a model stores of one text in a format of its own."""
-
-    @property
-    def n_bytes(self) -> int: ...
-
-
 @dataclass(slots=True, eq=False)
 class FamilyState:
     """What a model family stores in one request's cache.
@@ -137,7 +130,7 @@ class FamilyState:
         shift: added to the position of every token after the prompt, where images take fewer positions than tokens.
         unshareable: whether no request can share this prefix, because the last prompt token was computed as part of a
             text.
-        auxiliary: what a model stores of the text outside our cache.
+        auxiliary: what a model stores of the text in a format of its own, with its `n_bytes`; or None.
     """
 
     carries: bool = False
@@ -147,7 +140,7 @@ class FamilyState:
     memory: int = 0
     shift: int = 0
     unshareable: bool = False
-    auxiliary: AuxiliaryState | None = None
+    auxiliary: Any = None
 
     @property
     def n_bytes(self) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -21,8 +23,11 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.inference import in_inference_mode
 from truedraft.errors import CacheError
-from truedraft.models.cache.buffers import Entries, Keeper
+from truedraft.models.cache.buffers import Entries
 from truedraft.models.cache.request import CachePool, RequestCache
+
+if TYPE_CHECKING:
+    from truedraft.models.cache.prefixes import PrefixCache
 
 PAGE = 16
 """Tokens of a page."""
@@ -48,7 +53,7 @@ class Pages:
         self._free: list[int] = []
         self._kept: Counter[int] = Counter()  # holders of each page that keep it for later requests
         self._dropped: deque[tuple[int, bool]] = deque()  # by finalisers, in any thread; whether it was kept
-        self._keepers: WeakSet[Keeper] = WeakSet()
+        self._keepers: WeakSet[PrefixCache] = WeakSet()
         self.generation = self.shares = 0
         self.reserved = 0
         self.lock = threading.RLock()
@@ -144,7 +149,7 @@ class Pages:
         with self.lock:
             self._kept.update(pages)
 
-    def reclaim_from(self, keeper: Keeper) -> None:
+    def reclaim_from(self, keeper: PrefixCache) -> None:
         self._keepers.add(keeper)
 
     @in_inference_mode
@@ -370,18 +375,12 @@ class PagePool(CachePool):
     """Hands out caches in pages and takes them back."""
 
     def __init__(self, pages: Pages, limit: int) -> None:
-        super().__init__(limit, keep=0)
+        super().__init__(limit, keep=0, storage=partial(PageTable, pages))
         self._pages = pages
         self._spare = 0  # pages
         self._twice: dict[tuple[int, ...], int] = {}  # by tables: results of `_held_twice`
         self._twice_at = 0  # `Pages.shares` at that time
         self.position_bytes = pages.page_bytes // PAGE
-
-    def acquire(self) -> RequestCache:
-        cache = RequestCache(self._limit, storage=PageTable(self._pages))
-        with self._lock:
-            self.in_use += 1
-        return cache
 
     def release(self, cache: RequestCache) -> None:
         table = cache.storage
@@ -418,7 +417,7 @@ class PagePool(CachePool):
     def unreserve(self) -> None:
         self._pages.unreserve()
 
-    def reclaim_from(self, keeper: Keeper) -> None:
+    def reclaim_from(self, keeper: PrefixCache) -> None:
         self._pages.reclaim_from(keeper)
 
     @property
@@ -467,5 +466,4 @@ def rows_of(table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]
 
 def rows_at(table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """`rows_of` for some positions."""
-    rows: NDArray[np.int64] = table[positions // PAGE] * PAGE + positions % PAGE
-    return rows
+    return table[positions // PAGE] * PAGE + positions % PAGE

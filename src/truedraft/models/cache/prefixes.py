@@ -124,9 +124,9 @@ class PrefixCache:
             if each is not own and each.scope == own.scope and _alike(own.tokens, each.tokens) >= most
         ]
 
-    def available(self, number: int, least: int = 0, most: int | None = None) -> int:
+    def available(self, number: int, least: int = 0) -> int:
         with self._lock:
-            return self._found(self._members[number], least, most)[0]
+            return self._found(self._members[number], least)[0]
 
     @torch.inference_mode()
     def fill(self, number: int, least: int = 0, most: int | None = None) -> int:
@@ -139,15 +139,20 @@ class PrefixCache:
             before, family = own.cache.length, own.cache.family
             length, donor, blocks = self._found(own, least, most)
             if blocks:
-                self._extend(own.cache, _parts(blocks, before, length), blocks[-1].states)
+                own.cache.extend(_parts(blocks, before, length))
+                states = blocks[-1].states
             elif donor is not None:
-                part = donor.cache.part(before, length, lasting=False), 0, length - before
-                self._extend(own.cache, [part], donor.cache.family.carried.at(length) if family.carries else None)
+                own.cache.extend([(donor.cache.part(before, length, lasting=False), 0, length - before)])
+                states = donor.cache.family.carried.at(length) if family.carries else None
                 family.begin_as(donor.cache.family)
+            else:
+                return 0
+            if states is not None:
+                family.carried.take(own.cache.length, states)
             self.copied += own.cache.length - before
             return own.cache.length - before
 
-    def _found(self, own: _Member, least: int, most: int | None) -> tuple[int, _Member | None, list[_Block]]:
+    def _found(self, own: _Member, least: int, most: int | None = None) -> tuple[int, _Member | None, list[_Block]]:
         """How many tokens a cache can hold, and the request or the blocks to copy the missing ones from."""
         before, last = own.cache.length, own.last if most is None else min(own.last, most)
         least = max(before + FEW, least)
@@ -179,14 +184,6 @@ class PrefixCache:
     def _use(self, blocks: Sequence[_Block]) -> None:
         for block in reversed(blocks):
             self._blocks.move_to_end(id(block))
-
-    @staticmethod
-    def _extend(
-        cache: RequestCache, parts: Sequence[tuple[Entries, int, int]], states: Mapping[int, StateRow] | None
-    ) -> None:
-        cache.extend(parts)
-        if states is not None:
-            cache.family.carried.take(cache.length, states)
 
     @torch.inference_mode()
     def keep(self, number: int) -> None:

@@ -1,15 +1,19 @@
-"""Attention of all requests of a forward at once, over pages with the new keys and values."""
+"""Attention of all requests of a forward at once, over pages with the new keys and values.
+
+Triton is imported with the first kernel that runs, so it may be missing.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.batch import WORD_BITS, Inputs
 from truedraft.models.cache.pages import Pages
 
@@ -21,11 +25,21 @@ Attention: TypeAlias = Callable[[Inputs, Pages], Look]
 """Prepares one forward; its operations depend only on the bucket."""
 
 _WIDEST = 256  # largest head width of the kernel
+_LEAST_CAPABILITY = (8, 0)  # bfloat16 products on tensor cores
 
 
 def attention_for(device: torch.device, width: int) -> Attention:
     """The kernel where it supports the device and head width; else torch's operations."""
-    return tiled_attention if kernels.available(device) and width <= _WIDEST else gathered_attention
+    return tiled_attention if has_kernels(device) and width <= _WIDEST else gathered_attention
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device: NVIDIA from Ampere on, or a CPU if imported with `TRITON_INTERPRET=1`."""
+    if find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -> None:
@@ -36,11 +50,13 @@ def write(inputs: Inputs, pages: Pages, call: int, key: Tensor, value: Tensor) -
 
 def tiled_attention(inputs: Inputs, pages: Pages) -> Look:
     """Attention by a kernel that reads pages in place; a row's result depends on no other row."""
+    from truedraft.models.backends.graphs.attention_kernel import paged_attention
+
     numbers, bucket = inputs.numbers, inputs.bucket
 
     def look(call: int, pattern: int, scaling: float, query: Tensor) -> Tensor:
         keys, values = pages.entries(call)
-        return kernels.paged_attention(
+        return paged_attention(
             query.contiguous(), keys, values, numbers.table, numbers.tiles, numbers.tile_end, numbers.length,
             numbers.until, numbers.first[pattern], numbers.path[pattern], scaling, bucket.tile, bucket.span,
         )  # fmt: skip

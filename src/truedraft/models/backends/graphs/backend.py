@@ -11,17 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, silu
 
 from truedraft.models.backends.base import Backend
-from truedraft.models.backends.graphs import kernels
 from truedraft.models.backends.graphs.attention import attention_for, tiled_attention, write
 from truedraft.models.backends.graphs.batch import Inputs, Numbers
-from truedraft.models.backends.graphs.growth import ChosenChains
-from truedraft.models.backends.graphs.paged import PagedForward
-from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, Recorder
+from truedraft.models.backends.graphs.heads import ChosenChains
+from truedraft.models.backends.graphs.replay import CudaGraphs, Layers, Outputs, PagedForward, Recorder
 from truedraft.models.base import Choose, ForwardOutput, Segment
 from truedraft.models.cache import CachePool, PagePool, Pages
 from truedraft.models.llama import Linears, Llama, LlamaLayer
 from truedraft.models.packed_linear import joined
-from truedraft.models.packing import ForwardPlan
 
 _MOST_TABULATED = 1 << 17
 """Positions in the table at the start; the table grows with longer texts."""
@@ -38,29 +35,32 @@ class GraphBackend(Backend):
     that forward, not only its descendants; later forwards do not see it once it was rolled back.
 
     Args:
-        llama: a decoder that `fits`. Its model stays usable: its weights become views of merged ones, without copies.
+        llama: a decoder that is no `misfit`. Its model stays usable: its weights become views of merged ones.
         recorder: makes the recordings; None is CUDA graphs on a CUDA device, and no recording elsewhere.
     """
 
     def __init__(self, llama: Llama, recorder: Recorder | None = None) -> None:
-        self._device = llama.device
-        self._decoder = decoder = Decoder(llama)
-        if recorder is None and self._device.type == "cuda":
-            recorder = CudaGraphs(self._device)
-        self.pages = Pages(*decoder.page_shape, llama.dtype, self._device)
-        self._paged = PagedForward(self.pages, self._forward, recorder, decoder.patterns, decoder.rotary)
+        device = llama.device
+        self._embedding = llama.embedding
+        (self._rotary,) = llama.rotaries
+        self._patterns = llama.patterns
+        self._layers = [layer.with_products(_Product.of) for layer in llama.layers]
+        self._norm = llama.norm
+        self._lm_head = _Product.of((llama.lm_head,))
+        first = llama.layers[0]
+        self._attention = attention_for(device, first.head)
+        if recorder is None and device.type == "cuda":
+            recorder = CudaGraphs(device)
+        self.pages = Pages(len(llama.layers), first.kv_heads, first.head, llama.dtype, device)
+        self._paged = PagedForward(self.pages, self._forward, recorder, self._patterns, self._rotary)
         self.least_rows = 1
         self.shown_layers = len(llama.layers)
         self.records_chains = recorder is not None
         self.fast_paths = ("fused projections", "one loop over the layers", "tabulated positions", "pages of keys")
-        if decoder.attention is tiled_attention:
+        if self._attention is tiled_attention:
             self.fast_paths = ("Triton kernels", *self.fast_paths)
         if isinstance(recorder, CudaGraphs):
             self.fast_paths = ("CUDA graphs", *self.fast_paths)
-
-    @classmethod
-    def fits(cls, llama: Llama) -> bool:
-        return cls.misfit(llama) is None
 
     @staticmethod
     def misfit(llama: Llama | None) -> str | None:
@@ -83,7 +83,7 @@ class GraphBackend(Backend):
 
     def new_pool(self, limit: int) -> CachePool:
         # Growing moves the table, which invalidates recordings.
-        self._decoder.rotary.reach(min(limit, _MOST_TABULATED) - 1)
+        self._rotary.reach(min(limit, _MOST_TABULATED) - 1)
         return PagePool(self.pages, limit)
 
     def forward(self, segments: Sequence[Segment], device: torch.device, layers: Sequence[int] = ()) -> ForwardOutput:
@@ -105,48 +105,19 @@ class GraphBackend(Backend):
             tokens = chains.choose(self._forward(own)[0][:, :vocab])
         return chains.found()
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        output = self.forward([part.segment for part in plan.segments], self._device)
-        return output.logits, output.hidden
-
-    def unembed(self, vectors: Tensor) -> Tensor:
-        return self._decoder.unembed(vectors)
-
     def _forward(self, inputs: Inputs, layers: Layers = ()) -> Outputs:
-        return self._decoder.forward(inputs, self.pages, layers)
-
-
-class Decoder:
-    """A loaded decoder over pages, as a function of fixed addresses that never waits for the device.
-
-    Its operations depend on the bucket only, so it can be recorded as a CUDA graph. Weights stay in place, or move once
-    into a merged tensor of which the model's own layers become views. `page_shape` is attention calls, key/value heads
-    and head width.
-    """
-
-    def __init__(self, llama: Llama) -> None:
-        self.patterns = llama.patterns
-        self._embedding = llama.embedding
-        (self.rotary,) = llama.rotaries
-        self._layers = [layer.with_products(_Product.of) for layer in llama.layers]
-        self._norm = llama.norm
-        self._lm_head = _Product.of((llama.lm_head,))
-        first = llama.layers[0]
-        self.attention = attention_for(llama.device, first.head)
-        self.page_shape: tuple[int, int, int] = (len(llama.layers), first.kv_heads, first.head)
-
-    def forward(self, inputs: Inputs, pages: Pages, layers: Layers = ()) -> Outputs:
-        numbers = inputs.numbers
+        """A function of fixed addresses that never waits for the device; its operations depend on the bucket only."""
+        numbers, pages = inputs.numbers, self.pages
         x = embedding(numbers.tokens, self._embedding)  # [rows, width]
-        rotation = self.rotary.at(numbers.positions)
-        look = self.attention(inputs, pages)
+        rotation = self._rotary.at(numbers.positions)
+        look = self._attention(inputs, pages)
         shown = {}
         for call, layer in enumerate(self._layers):
-            attend = partial(look, call, self.patterns.index(layer.pattern), layer.scaling)
-            if self.attention is tiled_attention:
+            attend = partial(look, call, self._patterns.index(layer.pattern), layer.scaling)
+            if self._attention is tiled_attention:
                 x = self._by_kernels(layer, x, numbers, pages.entries(call), attend)
             else:
-                x = layer.run(x, rotation, partial(_write_and_attend, inputs, pages, call, attend))
+                x = layer.run(x, rotation, partial(self._write_and_attend, inputs, pages, call, attend))
             if call in layers:
                 shown[call] = x.index_select(0, numbers.logit_rows)  # a copy: the next layer may write over it
         hidden = self._norm(x.index_select(0, numbers.logit_rows))
@@ -160,10 +131,12 @@ class Decoder:
         entries: tuple[Tensor, Tensor],
         attend: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        from truedraft.models.backends.graphs import layer_kernels as kernels
+
         qkv = layer.qkv(kernels.rms_norm(x, layer.before_attention))
         query = kernels.rotate_and_write(
-            qkv, self.rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
-            interleaved=self.rotary.interleaved,
+            qkv, self._rotary.table, numbers.positions, numbers.target, *entries, layer.query_norm, layer.key_norm,
+            interleaved=self._rotary.interleaved,
         )  # fmt: skip
         mixed = attend(query)
         after = layer.after_attention
@@ -177,21 +150,15 @@ class Decoder:
         after = layer.after_mlp
         return layer.down.plus(active, x) if after is None else x + kernels.rms_norm(layer.down(active), after)
 
+    @staticmethod
+    def _write_and_attend(
+        inputs: Inputs, pages: Pages, call: int, attend: Callable[[Tensor], Tensor], query: Tensor, *new: Tensor
+    ) -> Tensor:
+        write(inputs, pages, call, *new)
+        return attend(query)
+
     def unembed(self, vectors: Tensor) -> Tensor:
         return linear(vectors, self._lm_head.weight[:, : vectors.shape[1]], self._lm_head.bias)
-
-
-def _write_and_attend(
-    inputs: Inputs,
-    pages: Pages,
-    call: int,
-    attend: Callable[[Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    write(inputs, pages, call, key, value)
-    return attend(query)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad, silu
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError, UnsupportedModelError
-from truedraft.models.attention import Full
+from truedraft.models.attention import ForwardPlan, Full, SegmentPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import (
@@ -44,7 +44,6 @@ from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.mapped import forget_pages, return_freed_memory
 from truedraft.models.packed_linear import release
-from truedraft.models.packing import ForwardPlan, SegmentPlan
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.threads import forward_threads
 
@@ -164,16 +163,8 @@ class NativeBackend(Backend):
         twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
-    def run(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        return self.run_watched(plan, (), {})
-
-    def run_watched(self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        return self._run(plan, layers, seen, ())
-
-    def _run(
-        self, plan: ForwardPlan, layers: Sequence[int], seen: dict[int, Tensor], pairs: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """`run_watched`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
+    def run(self, plan: ForwardPlan, layers: Sequence[int], pairs: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """See `Backend`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # such as a column of a matrix
             tokens = tokens.to(torch.int64).contiguous()
@@ -183,7 +174,9 @@ class NativeBackend(Backend):
             table.reach(plan.furthest)
         tables = (ctypes.c_void_p * len(self._rotaries))(*(each.table.data_ptr() for each in self._rotaries))
         first = self._first_visible(plan)
-        trees = [_slots_of(part) for part in plan.segments]  # kept alive: `_own_slots` may evict them
+        shapes = ((part.segment.shape, part.segment.written) for part in plan.segments)
+        # Kept alive: `_own_slots` may evict them.
+        trees = [None if shape.is_chain else _own_slots(shape, written) for shape, written in shapes]
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(min(part.length, CHUNK) + len(part.segment.shape) for part in plan.segments)
         chunks = max((part.length + len(part.segment.shape)) // CHUNK + 1 for part in plan.segments)
@@ -210,8 +203,9 @@ class NativeBackend(Backend):
                 f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
             )
             raise ModelError(reasons[refused - 1])
-        seen.update(zip(shown, vectors, strict=True))
-        return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab], hidden
+        seen = dict(zip(shown, vectors, strict=True))
+        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
+        return logits, hidden, *(seen[layer] for layer in layers)
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         if not self._model.coded.bits:
@@ -351,35 +345,21 @@ def _units(outputs: int) -> int:
 
 
 def _layer(layer: LlamaLayer[Linears], pattern: int, weights: Weights) -> CLayer:
-    query_norm, key_norm = layer.query_norm, layer.key_norm
-    after_attention, after_mlp = layer.after_attention, layer.after_mlp
+    norms = (
+        layer.before_attention, layer.before_mlp, layer.query_norm, layer.key_norm, layer.after_attention,
+        layer.after_mlp,
+    )  # fmt: skip
+    kept = [None if each is None else weights.keep(each.weight) for each in norms]
+    before_attention, before_mlp, of_query, _, *after = (0.0 if each is None else each.eps for each in norms)
     qkv, out = _linear(layer.qkv, weights), _linear(layer.out, weights)
     if layer.experts is None:
         gate_up, down, router = _gate_up(layer.gate_up, weights), _linear(layer.down, weights), CLinear()
     else:
         gate_up, down, router = _experts(layer.experts, weights)
     return CLayer(
-        weights.keep(layer.before_attention.weight),
-        weights.keep(layer.before_mlp.weight),
-        None if query_norm is None else weights.keep(query_norm.weight),
-        None if key_norm is None else weights.keep(key_norm.weight),
-        None if after_attention is None else weights.keep(after_attention.weight),
-        None if after_mlp is None else weights.keep(after_mlp.weight),
-        None if layer.sinks is None else weights.keep(layer.sinks.float()),
-        qkv,
-        out,
-        gate_up,
-        down,
-        router,
-        layer.before_attention.eps,
-        layer.before_mlp.eps,
-        0.0 if query_norm is None else query_norm.eps,
-        0.0 if after_attention is None else after_attention.eps,
-        0.0 if after_mlp is None else after_mlp.eps,
-        layer.scaling,
-        pattern,
-        layer.rotary,
-    )
+        *kept, None if layer.sinks is None else weights.keep(layer.sinks.float()), qkv, out, gate_up, down, router,
+        before_attention, before_mlp, of_query, *after, layer.scaling, pattern, layer.rotary,
+    )  # fmt: skip
 
 
 def _activation(layer: LlamaLayer[Linears]) -> str | None:
@@ -445,11 +425,6 @@ class _Addresses:
         self.generation = buffers.generation
         self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
         self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
-
-
-def _slots_of(part: SegmentPlan) -> tuple[Tensor, Tensor] | None:
-    segment = part.segment
-    return None if segment.shape.is_chain else _own_slots(segment.shape, segment.written)
 
 
 @lru_cache(maxsize=1024)

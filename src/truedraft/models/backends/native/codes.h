@@ -1,4 +1,4 @@
-/* Keys and values in codes of 8 bits, as truedraft/models/cache/coded.py lays them out: a token's value in a head is its
+/* Keys and values in codes of 8 bits, as truedraft/models/cache/buffers.py lays them out: a token's value in a head is its
  * codes, then their scale in float32; keys are the same, transposed, so that each byte of the scale has a line of its own.
  */
 #define SCALE_BYTES 4

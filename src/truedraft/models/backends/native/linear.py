@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,8 @@ def quantized_linears(model: PreTrainedModel, bits: int) -> Mapping[object, Nati
     if reason:
         raise UnsupportedModelError(reason)
     head = model.get_output_embeddings()
-    linears = native_linears([each for each in model.modules() if each is head or _is_linear(each)], bits, model.dtype)
+    plain = [each for each in model.modules() if each is head or any(is_plain(each, kind) for kind in get_args(Source))]
+    linears = native_linears(plain, bits, model.dtype)
     others = [each for each in model.modules() if each not in linears and not isinstance(each, nn.Embedding)]
     left = sum(weight.numel() for each in others for weight in each.parameters(recurse=False))
     taken = sum(linear.in_features * linear.out_features for linear in linears.values())
@@ -104,10 +105,6 @@ def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Ma
     stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
     scratch = Scratch(built(dtype).library, dtype, stride)
     return {each: NativeLinear(each, bits, scratch, stride) for each in sources}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return any(is_plain(module, kind) for kind in (PackedLinear, nn.Linear, Conv1D))
 
 
 def _shape(source: Source) -> tuple[int, int]:

@@ -159,13 +159,14 @@ class Weights:
         alike = [list(each) for _, each in itertools.groupby(parts, lambda part: part.form)]
         outputs, inputs, order = _outputs_of(parts), parts[0].shape[1], parts[0].order
         kept = None if order is None else self.keep(order)
-        linear: CLinear | None = None
+        more: int | None = None  # the address of the layer with the further outputs
         for some in reversed(alike):
             linear = CLinear(
                 self._laid_out(some, alternate), None, inputs, outputs, inputs, some[0].form[0], some[0].form[1].value,
-                -(-_outputs_of(some) // UNIT), None if linear is None else self._point_at(linear), kept,
+                -(-_outputs_of(some) // UNIT), more, kept,
             )  # fmt: skip
-        assert linear is not None
+            self._pointed.append(linear)
+            more = ctypes.addressof(linear)
         linear.bias = None if bias is None else self.keep(bias)
         return linear
 
@@ -202,10 +203,6 @@ class Weights:
         units = linear.own if linear.own else -(-linear.outputs // UNIT)
         self._library.truedraft_unit_bytes.restype = c_int64
         return int(units * self._library.truedraft_unit_bytes(ctypes.byref(linear)))
-
-    def _point_at(self, linear: CLinear) -> int:
-        self._pointed.append(linear)
-        return ctypes.addressof(linear)
 
     def quantized(self, linear: CLinear, bits: int, layers: int = 1) -> CLinear:
         """The first of `layers` consecutive layers from `linear` on, with weights of 8 or 4 bits and the same bias."""

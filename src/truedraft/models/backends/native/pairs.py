@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from truedraft.core.top_k import TopK
+from truedraft.models.attention import ForwardPlan
 from truedraft.models.backends.native.backend import NativeBackend
 from truedraft.models.backends.native.memory import LANES
 from truedraft.models.llama import Llama
 from truedraft.models.packed_linear import release
-from truedraft.models.packing import ForwardPlan
 
 
 class NativePairs(NativeBackend):
@@ -65,11 +65,10 @@ class NativePairs(NativeBackend):
         Returns:
             At the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows, ids]`.
         """
-        seen: dict[int, Tensor] = {}
         embedded, vectors = embedded.contiguous(), vectors.contiguous()
         pairs = embedded.data_ptr(), vectors.data_ptr(), observed
-        logits, hidden = self._run(plan, self._shown, seen, pairs)
-        return seen.get(self.shown_layers - 1, hidden), logits
+        logits, *outputs = self.run(plan, self._shown, pairs)
+        return outputs[-1], logits
 
     def likeliest_of(self, logits: Tensor, count: int) -> TopK:
         rows, vocab = logits.shape
