@@ -233,10 +233,14 @@ def run_long(model: LanguageModel, bits: bool = True) -> list[Tensor]:
     cache.rollback(765)
     rows = model.forward([Segment(cache, ids[:40], chain_shape(40), range(40))])
     cache.rollback(765)
-    beside = [Segment(cache, ids[:3], chain_shape(3), range(3)), Segment(short, ids[:2], chain_shape(2), range(2))]
-    both = model.forward(beside)
-    assert not bits or both.logits[:3].equal(rows.logits[:3])
-    return [each.double() for each in (*outputs, rows.logits, both.logits)]
+    model.forward([Segment(short, ids[:500], chain_shape(500), ())])
+    short.commit(range(500))
+    more = Segment(short, ids[:280], chain_shape(280), range(280))  # with it the other text is the one of more chunks
+    alone = model.forward([more]).logits
+    short.rollback(500)
+    both = model.forward([Segment(cache, ids[:3], chain_shape(3), range(3)), more]).logits
+    assert not bits or (both[:3].equal(rows.logits[:3]) and both[3:].equal(alone))
+    return [each.double() for each in (*outputs, rows.logits, both)]
 
 
 @needs_library

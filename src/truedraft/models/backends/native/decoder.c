@@ -705,7 +705,7 @@ static int64_t end_of(const Segment *s, int64_t row) {
 
 /* What a row sees of positions from .. to - 1, whose slots' scores begin with that of slot `scored`. In a tree the scores
  * of its path are put behind those of the context: along a path positions rise by one. */
-static void look(const Segment *s, int64_t row, int64_t from, int64_t to, float *scores, int64_t scored, float *ordered, View *see) {
+static void find_visible(const Segment *s, int64_t row, int64_t from, int64_t to, float *scores, int64_t scored, float *ordered, View *see) {
     const int64_t context = !s->own || to < s->length ? to : s->length, path = from > s->length ? from : s->length;
     see->from = see->first = from;
     see->count = context > from ? context - from : 0;
@@ -797,11 +797,11 @@ static void attend(const Model *m, const Layer *l, const Batch *b, Piece p, int6
                 of_chunk[r][head + 1] = 0.0f;
                 if (sees_from >= sees_to) continue;
                 View *see = view + views++;
-                look(s, i, sees_from, sees_to, scores + r * score_stride, from, ordered + r * score_stride, see);
+                find_visible(s, i, sees_from, sees_to, scores + r * score_stride, from, ordered + r * score_stride, see);
                 see->out = apart ? scratch->found + ((row * m->heads + h) * apart + c) * (head + 2) : of_chunk[r];
-                const int sunk = l->sinks && sees_to == last;
-                if (sunk) see->weights[sees_to - sees_from] = l->sinks[h];
-                soften(see->weights, sees_to - sees_from + sunk, see->out + head);
+                const int with_sink = l->sinks && sees_to == last;
+                if (with_sink) see->weights[sees_to - sees_from] = l->sinks[h];
+                soften(see->weights, sees_to - sees_from + with_sink, see->out + head);
             }
 #if BF16 && TILES
             if (tiled) tiled_mix(view, views, (const element *)values, head, s->length, scores, score_stride);
@@ -1204,15 +1204,16 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     const int64_t piece = !shared ? INT64_MAX / 2 : b->total < 4 * PIECE ? PIECE / 2 : PIECE;
     Job job = {.describe = shared ? describe_shared : describe_forward, .stride = m->stride, .least = least,
                .piece = piece, .model = m, .scratch = *scratch, .batch = *b, .logits = logits, .hidden = hidden};
-    int64_t chunks = 0, steps;
+    int64_t chunks = 0, longest = 0, steps;
     for (int64_t i = 0; i < b->segments; i++) {
         const Segment *s = b->segment + i;
-        const int64_t behind = s->length + s->written + s->count;
+        const int64_t of_request = (s->length + s->written + s->count + CHUNK - 1) / CHUNK;
         job.pieces += pieces_of(s, piece) * m->kv_heads;
-        if (s->length >= 2 * CHUNK && (behind + CHUNK - 1) / CHUNK > chunks) chunks = (behind + CHUNK - 1) / CHUNK;
+        chunks = of_request > chunks ? of_request : chunks;
+        longest = s->length > longest ? s->length : longest;
     }
-    const int few = threads > 1 && job.pieces < 4 * threads; /* too few to be as much for one thread as for another */
-    if (few && b->total * m->heads * chunks * (m->head + 2) <= scratch->found_room) job.chunks = chunks;
+    const int is_uneven = threads > 1 && job.pieces < 4 * threads; /* for one thread as much as for another there are too few */
+    if (is_uneven && longest >= 2 * CHUNK && b->total * m->heads * chunks * (m->head + 2) <= scratch->found_room) job.chunks = chunks;
     for (int64_t i = 0; i < b->segments; i++) job.parts += pieces_of(b->segment + i, piece) * m->kv_heads * parts_of(&job, b->segment + i);
     steps_of_a_layer(&job, &steps);
     for (int64_t i = 0; i <= b->shown; i++) { /* up to each layer that is shown, then to the end */
