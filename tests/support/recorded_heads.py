@@ -35,7 +35,7 @@ class Waitless(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func._schema.name.removeprefix("aten::")
         by_mask = name.startswith("index") and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:])
+            isinstance(each, Tensor) and each.dtype == torch.bool for each in tree_leaves(args[1:2])
         )
         if {name, f"{name}.{func._overloadname}"} & self.refused or by_mask:
             raise AssertionError(f"{name} waits for the device, or copies to it")
