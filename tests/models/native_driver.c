@@ -114,8 +114,8 @@ static Scratch scratch_of(int64_t stride, int threads, int64_t chosen, int64_t e
         memory(rows * stride * sizeof(element)), memory(rows * stride * sizeof(element)), memory(rows * stride * sizeof(element)),
         memory(rows * stride * sizeof(element)), memory(threads * rows * stride * sizeof(element)), memory(threads * room * 4),
         memory(threads * 2 * QUERIES * keys * 4), memory(slots * stride * sizeof(element)), memory(slots * stride * sizeof(element)),
-        memory(slots * 8), memory(slots * 4), memory(threads * (5 * slots + experts + chosen + 2) * 4), rows, keys, room,
-        5 * slots + experts + chosen + 2};
+        memory(slots * 8), memory(slots * 4), memory(threads * (5 * slots + experts + chosen + 2) * 4), NULL, rows, keys,
+        room, 5 * slots + experts + chosen + 2, 0};
 }
 
 /* A line of the cache for each key or value of a head: numbers as codes, transposed or not, and back. */
