@@ -588,12 +588,12 @@ static void soften(float *s, int64_t count, float *about) {
     for (int64_t i = 0; i < whole; i += LANES) { lanes v; memcpy(&v, s + i, sizeof v); v = v * scale; memcpy(s + i, &v, sizeof v); }
 }
 
-/* What one query sees of a chunk: slots from .. from + count - 1, then, in a tree, uncommitted slots of its own path. */
+/* What one query sees of a chunk: slots first .. first + count - 1, whose positions are the same numbers, then, in a tree,
+ * uncommitted slots of its own path. */
 typedef struct {
-    int64_t from, count, own_count;
+    int64_t first, count, own_count;
     const int32_t *own;
     float *weights, *out;
-    int64_t first; /* position of the first of them */
 } View;
 
 /* Joins what a query finds in a chunk to what it found before: the weighted mean of values `[head]`, the largest score,
@@ -641,7 +641,7 @@ static inline __attribute__((always_inline)) void mix_slots(
         for (int j = 0; j < vectors; j++) value[j] = value_of(values, i, head, d + j * LANES, coded);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const float w = factor_of(view[r].weights[i - view[r].from], values, i, head, coded);
+            const float w = factor_of(view[r].weights[i - view[r].first], values, i, head, coded);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; j++) acc[r][j] = acc[r][j] + value[j] * w;
         }
@@ -655,17 +655,17 @@ static inline __attribute__((always_inline)) void mix_some(
     int64_t first = 0, last = INT64_MAX;
     for (int r = 0; r < rows; r++) {
         for (int j = 0; j < vectors; j++) acc[r][j] = (lanes){0};
-        if (view[r].from > first) first = view[r].from;
-        if (view[r].from + view[r].count < last) last = view[r].from + view[r].count;
+        if (view[r].first > first) first = view[r].first;
+        if (view[r].first + view[r].count < last) last = view[r].first + view[r].count;
     }
     if (last < first) last = first;
     for (int r = 0; r < rows && rows > 1; r++) {
-        const int64_t end = view[r].from + view[r].count;
-        mix_slots(view + r, 1, values, head, d, view[r].from, end < first ? end : first, vectors, coded, acc + r);
+        const int64_t end = view[r].first + view[r].count;
+        mix_slots(view + r, 1, values, head, d, view[r].first, end < first ? end : first, vectors, coded, acc + r);
     }
     mix_slots(view, rows, values, head, d, first, last, vectors, coded, acc);
     for (int r = 0; r < rows; r++) {
-        if (rows > 1) mix_slots(view + r, 1, values, head, d, last, view[r].from + view[r].count, vectors, coded, acc + r);
+        if (rows > 1) mix_slots(view + r, 1, values, head, d, last, view[r].first + view[r].count, vectors, coded, acc + r);
         for (int64_t i = 0; i < view[r].own_count; i++) {
             const int64_t own = length + view[r].own[i];
             const float w = factor_of(view[r].weights[view[r].count + i], values, own, head, coded);
@@ -707,7 +707,7 @@ static int64_t end_of(const Segment *s, int64_t row) {
  * of its path are put behind those of the context: along a path positions rise by one. */
 static void find_visible(const Segment *s, int64_t row, int64_t from, int64_t to, float *scores, int64_t scored, float *ordered, View *see) {
     const int64_t context = !s->own || to < s->length ? to : s->length, path = from > s->length ? from : s->length;
-    see->from = see->first = from;
+    see->first = from;
     see->count = context > from ? context - from : 0;
     see->own_count = to - from - see->count;
     see->weights = scores + from - scored;

@@ -11,7 +11,7 @@ static void narrow_pairs(const View *v, const code *values, int64_t head, int64_
     const int64_t count = v->count + v->own_count, before = v->first - base;
     for (int64_t i = 0; i < count && coded; i++) {
         float scale;
-        memcpy(&scale, values + (i < v->count ? v->from + i : length + v->own[i - v->count]) * (head + SCALE_BYTES) + head, sizeof scale);
+        memcpy(&scale, values + (i < v->count ? v->first + i : length + v->own[i - v->count]) * (head + SCALE_BYTES) + head, sizeof scale);
         v->weights[i] *= scale;
     }
     for (int64_t i = 0; i < count; i += LANES) {
@@ -39,7 +39,7 @@ static inline __attribute__((always_inline)) lanes plus_pairs(lanes sum, ints va
 static inline __attribute__((always_inline)) void add_own_pairs(
     const View *v, const element *weights, const code *values, int64_t head, int64_t length, int64_t base, int64_t d, int64_t from,
     int64_t to, const int vectors, const int coded, lanes *acc) {
-    const int64_t bytes = entry_bytes(head, coded), of_path = v->from + v->count, end = v->first + v->count + v->own_count;
+    const int64_t bytes = entry_bytes(head, coded), of_path = v->first + v->count, end = v->first + v->count + v->own_count;
     for (int64_t p = from / 2 * 2; p < to; p += 2) {
         const code *slot[2];
         for (int i = 0; i < 2; i++) {

@@ -117,7 +117,7 @@ static void tiled_mix(const View *view, int n, const element *values, int64_t he
         const View *v = view + r;
         if (v->first < any.first) any.first = v->first;
         if (v->first > from) from = v->first;
-        if (v->from + v->count < to) to = v->from + v->count;
+        if (v->first + v->count < to) to = v->first + v->count;
         if (v->first + v->count + v->own_count > end) end = v->first + v->count + v->own_count;
         paths |= v->own_count;
     }
