@@ -191,7 +191,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
         logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
-        found = total * chunks * self._found if threads > 1 < chunks else 0
+        found = total * chunks * self._found if threads > 1 and chunks > 1 else 0
         scratch = self._scratch.of(max(total, requested), keys, threads, found)
         refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
