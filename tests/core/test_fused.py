@@ -44,6 +44,25 @@ def test_softmax_is_that_of_float64(vocab: int, temperature: float) -> None:
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("dtype", fused.LOGITS)
+def test_the_largest_entry_is_the_first_of_equal_ones_or_the_first_nan(vocab: int, dtype: torch.dtype) -> None:
+    """As numpy has it, with zeros of both signs equal; a row does not depend on the others."""
+    rows = drawn(9, vocab, seed=5).to(dtype)
+    rows[1], rows[2], rows[3] = rows[1].round(), -rows[2].abs().round(), 0.0
+    rows[2, ::3], rows[3, ::2] = -0.0, -0.0
+    rows[4], rows[5, -1] = -torch.inf, torch.inf
+    rows[6, vocab // 2 :], rows[7, -1], rows[8] = torch.nan, -torch.tensor(torch.nan), torch.nan
+    entries, places = fused.largest(rows)
+    wanted = rows.float().numpy().argmax(-1)
+    assert places.tolist() == wanted.tolist() == L.most_likely(rows).tolist()
+    assert np.array_equal(entries.numpy(), rows.double().numpy()[np.arange(9), wanted], equal_nan=True)
+    sound = L.sound_rows(rows)
+    assert sound is not None and sound.tolist() == [True] * 4 + [False] * 5
+    assert L.sound_rows(rows[:4]) is None
+    assert torch.equal(torch.cat([fused.largest(row[None])[1] for row in rows]), places)
+
+
 def test_a_program_with_another_default_dtype_gets_the_same() -> None:
     logits, params = drawn(3, 20), SamplingParams(temperature=0.7)
     usual = L.probs_from_logits(logits, params)

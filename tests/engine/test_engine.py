@@ -498,7 +498,16 @@ def test_a_decision_to_draft_that_is_kept_drafts_no_more_than_the_answer_has_lef
     assert engine.generate([1, 2], SamplingParams(max_tokens=14)).token_ids == plain.token_ids
     # One token is the prompt's; each of the steps emits five but for the last, whose draft was cut to two.
     assert [record.nodes for record in records if not record.prefill] == [4, 4, 2]
-    assert (len(controller.asked), controller.told) == (1, 1)
+    assert (len(controller.asked), controller.told) == (1, 3), "it is told what became of each draft"
+
+
+@pytest.mark.parametrize(("kinds", "asked"), [(lambda length: 1, 15), (lambda length: length, 30)])
+def test_a_decision_to_draft_is_kept_only_while_drafters_find_the_same(kinds: Callable[[int], int], asked: int) -> None:
+    """Something is found in two of four steps; thirty steps of one token each follow the prompt's."""
+    controller = RestingWithDrafts()
+    engine = Engine(MarkovModel.random(5, 1), Changing(kinds), controller=controller)
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=31))
+    assert len(controller.asked) == pytest.approx(asked, abs=8)
 
 
 class FailsOnce(ScriptedDrafter):

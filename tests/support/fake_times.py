@@ -50,7 +50,7 @@ class FakeTimes(StepTimes):
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         return ()
 
-    def observe(self, record: StepRecord, steps: int = 1) -> None:
+    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
         pass
 
     def measure(self, greedy: bool) -> None:

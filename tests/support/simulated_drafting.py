@@ -266,7 +266,7 @@ class Simulation:
         self.best_tokens += record.total_s * max(self.rates(now).values())
         self.plain_tokens += record.total_s * self.rates(now)["", 0]
         self.lengths.append(sum(step.nodes for step in steps))
-        if not rests:
+        if record.nodes or not rests:
             self.controller.observe(record)
         return record
 

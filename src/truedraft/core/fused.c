@@ -103,6 +103,47 @@ void NAME(const TYPE *logits, int64_t rows, int64_t vocab, const float *temperat
 SOFTMAX(truedraft_softmax, float, load)
 SOFTMAX(truedraft_softmax_halves, uint16_t, load_halves)
 
+/* Of each of `[rows][vocab]` the largest entry, or a NaN, and its place: the first of equal ones. To `[2][rows]`.
+ * Floats are in the order of the whole numbers `key`; 0.0 and -0.0 have the same, and NaN lies beyond the infinities. */
+#define LARGEST(NAME, TYPE, INT, INFINITE, AS_FLOAT) \
+static inline INT NAME##_key(INT bits) { \
+    const INT key = bits ^ (INT)((bits >> (8 * sizeof(INT) - 1)) & ((INFINITE) | ((INFINITE) - 1))); \
+    return key + (key == -1); \
+} \
+void NAME(const TYPE *values, int64_t rows, int64_t vocab, const void *none, double *found) { \
+    for (int64_t row = 0; row < rows; row++, values += vocab) { \
+        const INT *bits = (const INT *)values; \
+        INT most = NAME##_key(bits[0]), least = most; \
+        int64_t piece = 0; \
+        for (int64_t from = 0; from < vocab; from += PIECE) { \
+            const int64_t end = from + PIECE < vocab ? from + PIECE : vocab; \
+            INT high = most; \
+            for (int64_t v = from; v < end; v++) { \
+                const INT key = NAME##_key(bits[v]); \
+                high = key > high ? key : high; \
+                least = key < least ? key : least; \
+            } \
+            if (high > most) most = high, piece = from; \
+        } \
+        const int nan = most > (INFINITE) || least < -(INFINITE) - 1; \
+        int64_t place = nan ? 0 : piece; \
+        for (; place < vocab; place++) { \
+            const INT key = NAME##_key(bits[place]); \
+            if (nan ? key > (INFINITE) || key < -(INFINITE) - 1 : key == most) break; \
+        } \
+        const TYPE value = values[place]; \
+        found[row] = AS_FLOAT(value), found[rows + row] = place; \
+    } \
+}
+static inline float as_float(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+LARGEST(truedraft_largest, float, int32_t, 0x7f800000, )
+LARGEST(truedraft_largest_halves, uint16_t, int16_t, 0x7f80, as_float)
+
 /* norm(max(0, p - q)) of `[rows][vocab]`; p where nothing is left. */
 void truedraft_residual(const float *p, int64_t rows, int64_t vocab, const float *q, float *left) {
     for (int64_t row = 0; row < rows; row++, p += vocab, q += vocab, left += vocab) {

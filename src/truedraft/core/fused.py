@@ -50,6 +50,16 @@ def softmax(logits: Tensor, temperatures: Tensor) -> Tensor:
     return _made(name, torch.empty(logits.shape, dtype=torch.float32), logits, temperatures.float())
 
 
+def largest(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest entries of `[..., vocab]` in one of `LOGITS`, NaN where one is, and their places: of equal the first.
+
+    Both are `[...]`, the entries float64 and the places int64.
+    """
+    name = "largest" if values.dtype == torch.float32 else "largest_halves"
+    entries, places = _made(name, torch.empty(2, *values.shape[:-1], dtype=torch.float64), values, values)
+    return entries, places.long()
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """`probs.residual`."""
     return _made("residual", torch.empty(p.shape, dtype=torch.float32), p, q)

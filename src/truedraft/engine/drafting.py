@@ -61,7 +61,7 @@ class Drafting:
         self._rests = 0  # number of steps left, the running one included
         self._resting = False  # whether the running step is one of them
         self._resting_plain = False  # whether nothing is drafted in them
-        self._seen: set[tuple[int, int]] = set()  # hints found while nothing was drafted
+        self._seen: set[tuple[int, int]] = set()  # hints found at the last decision, or since nothing is drafted
         self._last: tuple[list[Request], list[Decision | None]] = [], []  # its requests and decisions
         self._controller = controller
         self._failures = failures
@@ -140,8 +140,8 @@ class Drafting:
         if not self._drafts:
             return decisions
         self._rests = self._rests - 1 if self._rests and self._last[0] == [item.request for item in batch] else 0
-        if self._rests and self._resting_plain and self._rests % max(len(batch) // 2, 2) == 0:
-            self._rests = self._rests if self._found(batch) <= self._seen else 0
+        if self._rests and not self._still_fits(batch):
+            self._rests = 0
         self._resting = self._rests > 0
         if self._resting:
             return self._last[1]
@@ -159,9 +159,14 @@ class Drafting:
             if not (plain and self._resting_plain and before == self._last[0]):
                 self._seen = set()
             self._resting_plain = plain
-            if plain:
-                self._seen |= self._found(batch)
+            self._seen |= self._found(batch)
         return decisions
+
+    def _still_fits(self, batch: Batch) -> bool:
+        """Whether drafters find nothing new where nothing is drafted, else about the same for most requests."""
+        if not self._resting_plain:
+            return 2 * len(self._found(batch) ^ self._seen) <= len(batch)
+        return self._rests % max(len(batch) // 2, 2) != 0 or self._found(batch) <= self._seen
 
     def _within_limits(self, item: StepItem, decision: Decision) -> Decision:
         request, limits = item.request, self._limits_for(item.request)
@@ -280,7 +285,7 @@ class Drafting:
             member.observe(seen)
 
     def record(self, batch: Batch, record: StepRecord) -> None:
-        if self._resting or not self._drafts:
+        if (self._resting and self._resting_plain) or not self._drafts:
             return
         try:
             self._controller.observe(record)

@@ -78,8 +78,10 @@ class Verifier:
         sound = sound_rows(logits)
         judged = [(item.request.rule, item.request.params) for item in items]
         options = [None if rule.sees == "argmax" else rule.options(params) for rule, params in judged]
-        usable = logits if sound is None or not any(options) else usable_rows(logits, sound)
-        probs = batch_probs(usable, list(zip(options, sizes, strict=True)))
+        probs = shaped
+        if any(options):
+            usable = logits if sound is None else usable_rows(logits, sound)
+            probs = batch_probs(usable, list(zip(options, sizes, strict=True)))
         for item, *tensors in zip(items, own, shaped, probs, strict=True):
             item.logits, item.shaped, item.probs = tensors
         return sound

@@ -132,7 +132,7 @@ class Times:
         return True
 
     def measure(self, greedy: bool) -> None: ...
-    def observe(self, record: StepRecord, steps: int = 1) -> None:
+    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
         self._target.add(record.rows, record.target_s)
         rest = self._judging if record.drafting else self._plain
         self._settled += not record.drafting and self.together >= _SETTLED

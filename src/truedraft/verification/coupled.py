@@ -30,7 +30,9 @@ class ArgmaxRule(Rule):
     judges: ClassVar[frozenset[DrawKind]] = frozenset(DrawKind)
 
     def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return BatchVerdicts((most_likely(torch.cat(list(probs))),), _followed) if proposals else BatchVerdicts.made([])
+        if not proposals:
+            return BatchVerdicts.made([])
+        return BatchVerdicts((most_likely(probs[0] if len(probs) == 1 else torch.cat(list(probs))),), _followed)
 
     def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
         (row,) = group

@@ -7,6 +7,7 @@ otherwise; seeds are fixed, and bounds lie well beyond what other seeds give.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 import statistics
@@ -482,6 +483,40 @@ def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> 
         assert 1 / 3 <= asked < 0.6
     assert simulation.deciding_s < 0.03 * simulation.seconds
     assert simulation.of_best > 0.93
+
+
+def test_steps_between_two_decisions_are_learnt_from() -> None:
+    """Of three steps two keep the decision of the first; what became of all three drafts is counted."""
+    drafter = SimulatedDrafter(steady(0.7), token_s=0.0002)
+    machine = Machine(lambda rows: 0.002 + 0.00006 * (rows - 1))
+    simulation = simulated(drafters=[drafter], machine=machine, deciding_s=1.5e-4)
+    simulation.run(1.0)
+    counters = simulation.requests[0].counters
+    controller = simulation.controller
+    assert isinstance(controller, Goodput)
+    tried, before = sum(each._tried[0] for each in controller._pool.values()), counters.drafted_calls
+    while counters.drafted_calls < before + 9:
+        simulation.step()
+    kept = math.exp(-9 / 200)
+    controller._learn_unread()
+    found = sum(each._tried[0] for each in controller._pool.values())
+    assert found == pytest.approx(9 + kept * tried, rel=0.03)
+
+
+def test_what_others_save_pays_for_trying_a_drafter_again() -> None:
+    """The second drafter was bad at first and is better than the other now; it waits longer without what that saves."""
+    found = []
+    for share in (0.0, 0.05):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("truedraft.engine.policy.goodput._SAVED_SHARE", share)
+            clock, late = FakeClock(), SimulatedDrafter(lambda seconds, *_: 0.0 if seconds < 5.0 else 0.95)
+            drafters = {"a": SimulatedDrafter(steady(0.6)), "b": late}
+            simulation = Simulation(Goodput(clock=clock, probing=0.002), drafters, clock)
+            simulation.run(5.0)
+            while not sum(each.drafter == "b" for each in simulation.requests[0].decisions[-20:]) > 10:
+                simulation.step()
+            found.append(simulation.elapsed - 5.0)
+    assert found[1] < 0.7 * found[0]
 
 
 def test_a_decision_for_many_requests_asks_for_few_costs() -> None:

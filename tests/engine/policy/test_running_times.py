@@ -136,12 +136,13 @@ def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
     assert times.step_s(1, [100], True) == pytest.approx(plain)
 
 
-def test_deciding_is_a_price_of_drafting() -> None:
+def test_deciding_is_a_price_of_drafting_by_its_mean() -> None:
+    """Two of three steps keep the decision of the first, so 3 ms in one are 1 ms in each."""
     times, _, machine = times_of()
     assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5))
     for _ in range(2):
-        times.observe(record(machine.step_s(5) + 0.002, 5, decide_s=0.002))
-    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5) + 0.002)
+        times.observe(record(machine.step_s(5) + 0.003, 5, decide_s=0.003), decide_s=0.001)
+    assert times.step_s(5, [100], True) == pytest.approx(machine.step_s(5) + 0.001)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,49 @@ def test_steps_that_pass_unseen_settle_too() -> None:
     for _ in range(3):
         times.observe(record(1.2 * machine.step_s(1)), 30)
     assert times.step_s(1, [100], True) == pytest.approx(1.2 * machine.step_s(1), rel=0.02)
+
+
+def test_large_drafts_that_take_longer_than_the_curve_says_nothing_of_small_ones() -> None:
+    """Eight rows take half as long again, among plain steps that take what is expected: so do not two rows."""
+    times, clock, machine = times_of()
+    assert times.step_s(8, [100], True) == pytest.approx(machine.step_s(8))
+    for _ in range(40):
+        for rows, factor in ((1, 1.0), (1, 1.0), (8, 1.5)):
+            clock.now += 0.01
+            times.observe(record(factor * machine.step_s(rows), rows))
+    assert times.step_s(8, [100], True) == pytest.approx(1.5 * machine.step_s(8), rel=0.03)
+    assert times.step_s(2, [100], True) == pytest.approx(machine.step_s(2), rel=0.03)
+
+
+class Piece:
+    """A measurement in pieces of 20 ms, of a cost that is known or not."""
+
+    name = None
+
+    def __init__(self, clock: FakeClock, known: bool) -> None:
+        self.clock, self.known = clock, known
+
+    def go_on(self) -> bool:
+        self.clock.now += 0.02
+        return True
+
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize(("known", "first", "least", "most"), [(False, 0.25, 10.0, 10.3), (True, 0.0, 0.03, 0.07)])
+def test_what_is_known_is_measured_better_in_a_two_hundredth_of_the_time(
+    known: bool, first: float, least: float, most: float
+) -> None:
+    """What is not known yet is measured at once for a quarter of a second, then for as long as steps take."""
+    times, clock, machine = times_of()
+    machine.pieces = lambda *given: [Piece(clock, known)]  # type: ignore[method-assign]
+    assert times.ready(greedy=True) == known
+    began = clock.now
+    times.go_on(1e-9)
+    assert clock.now - began == pytest.approx(first, abs=0.021)
+    for _ in range(1_000):
+        times.go_on(0.01)
+    assert least <= clock.now - began <= most
 
 
 def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> None:

@@ -25,8 +25,8 @@ class StepTimes(Protocol):
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
 
-    def observe(self, record: StepRecord, steps: int = 1) -> None:
-        """Record a step, the last of `steps` equal ones."""
+    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
+        """Record a step, the last of `steps` equal ones; `decide_s` is the mean time of deciding per step."""
 
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
@@ -43,8 +43,9 @@ class Controller(ABC):
     Attributes:
         weighs_costs: whether it chooses sizes by their costs, so that they need not be chosen beforehand.
         takes_all_sizes: whether it uses all sizes of a drafter, also unprofitable ones, so that none should be chosen.
-        rests: steps after the next one with the same decision, as long as the same requests run and, where that is to
-            draft nothing, drafters find nothing new. In these steps the engine calls neither `decide` nor `observe`.
+        rests: steps after the next one with the same decision, as long as the same requests run and drafters find the
+            same for most of them, or nothing new where that is to draft nothing. In these steps the engine does not
+            call `decide`, and `observe` only where something is drafted.
     """
 
     weighs_costs: ClassVar[bool] = False

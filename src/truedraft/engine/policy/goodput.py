@@ -29,6 +29,7 @@ _DECIDE_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted st
 _PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # plain steps, and seconds, between two decisions
 _OTHER_BATCH = 0.34  # relative change of the number of requests after which a plan is no longer valid
 _CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
+_SAVED_SHARE = 0.05  # share of what drafts save that probing may lose, in addition to its share of the time
 _PLAIN_AGE_S = 0.25  # age after which the time of a plain step is measured again
 _PLAIN_SHARE = 0.5  # share of the probing time used in drafted steps
 _LOSS_SHARE = 0.01  # share of the time that drafts that do not pay may lose, in addition to probing
@@ -95,6 +96,8 @@ class Goodput(Controller):
         self._steps_s = self._decide_s = 0.0  # seconds of a step, and of deciding
         self._plans_s: deque[float] = deque(maxlen=_PLANS)  # seconds of the last plans
         self._rested = 0  # steps since the one that was last observed
+        self._decided_now = False  # whether the next step to be observed is the one of the last decision
+        self._unread: list[StepRecord] = []  # drafted steps since that one, with its decisions
         self._observed = self._plain_at = clock()  # time of that step, and of the last plain step
         self._turn = 0  # chooses the request to probe
         self._credit_s = 0.0  # seconds that probing may lose
@@ -110,8 +113,9 @@ class Goodput(Controller):
         self._expected.update(survival)
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        self._rested, self.rests = self.rests, 0
-        self._probe = None
+        self._rested, self.rests = self.rests - len(self._unread), 0
+        self._decided_now, self._probe = True, None
+        self._learn_unread()
         if not self._timing.ready(all(view.params.greedy for view in views)):
             for view in views:
                 self._own_of(view).waited = True
@@ -316,18 +320,22 @@ class Goodput(Controller):
         return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s)
 
     def observe(self, record: StepRecord) -> None:
+        if record.nodes and not self._decided_now:  # only its verdicts are learned
+            self._unread.append(record)
+            return
         steps, now = 1 + self._rested, self._clock()
+        self._decided_now, self._rested = False, 0
         self._step += steps
-        self._timing.observe(record, steps)
+        self._timing.observe(record, steps, self._decide_s / (1 + self.rests))
         if record.settled and not record.prefill:
             self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
             self._decide_s += _SLOW * (record.decide_s - self._decide_s)
             took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
             earned_s = self._probing * took * (_PLAIN_SHARE if record.nodes else 1.0)
-            self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
             if not record.nodes:
                 self._plain_at = now
-            self._keep_balance(record, took)
+            earned_s += max(_SAVED_SHARE * self._keep_balance(record, took), -earned_s)
+            self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
         self._observed = now
         for step in record.requests:
             if step.id in self._own:
@@ -336,29 +344,39 @@ class Goodput(Controller):
             running = {step.id for step in record.requests}
             self._own = {number: own for number, own in self._own.items() if number in running}
 
+    def _learn_unread(self) -> None:
+        for record in self._unread:
+            self._step += 1
+            self._kept -= 1
+            for step in record.requests:
+                if step.id in self._own:
+                    self._learn(self._own[step.id], step, decided=False)
+        self._unread.clear()
+
     @property
     def _may_lose(self) -> bool:
         """Whether drafts that pay in expectation are made; after losses only probes are made."""
         return self._balance_s is None or self._balance_s > 0.0
 
-    def _keep_balance(self, record: StepRecord, took_s: float) -> None:
-        """Add what a step saved over plain decoding, or lost: where plain steps take 3 ms a token, a step of 6 ms that
-        emitted one token lost 3 ms, one that emitted three saved 3 ms.
+    def _keep_balance(self, record: StepRecord, took_s: float) -> float:
+        """Add and return the seconds that a step saved over plain decoding, or lost: where plain steps take 3 ms a
+        token, a step of 6 ms that emitted one token lost 3 ms, one that emitted three saved 3 ms.
         """
         if self._planned is None:
-            return
+            return 0.0
         plain = self._planned[0].plain
         step_s = len(record.requests) / plain.rate
         if self._balance_s is None:
             self._balance_s = _FIRST_LOSS * step_s
         could = self._may_lose
-        saved_s = _LOSS_SHARE * took_s
+        saved_s = 0.0
         if record.nodes and self._probe is None:
             late_s = sum(self._timing.catch_up_s(each.drafter, each.behind) for each in record.drafting)
-            saved_s += sum(step.emitted for step in record.requests) / plain.rate - (record.total_s - late_s)
-        self._balance_s = min(self._balance_s + saved_s, _MOST_SAVED * step_s)
+            saved_s = sum(step.emitted for step in record.requests) / plain.rate - (record.total_s - late_s)
+        self._balance_s = min(self._balance_s + _LOSS_SHARE * took_s + saved_s, _MOST_SAVED * step_s)
         if could != self._may_lose:
             self._kept = 0  # a new plan
+        return saved_s
 
     def _observe_one(self, own: _Own, step: RequestStep) -> None:
         if self._probe is not None and self._probe[0] == step.id:
@@ -366,8 +384,16 @@ class Goodput(Controller):
             _, rate, stake_s = self._probe
             self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
             self._kept = 0  # its result may change the plan
+        self._learn(own, step)
+
+    def _learn(self, own: _Own, step: RequestStep, decided: bool = True) -> None:
         for share in step.shares:
             kind = share.drafter, own.kinds.get(share.drafter, 0)
+            if not decided:
+                # The hint may be another one by now. A drafter without kinds of hints has only its last outcome.
+                if kind[1] > 1:
+                    continue
+                kind = share.drafter, int(own.accepted.get(share.drafter, False))
             if kind not in own.acceptance:
                 continue
             budget = step.decision.budget if step.decision is not None else NO_DRAFT

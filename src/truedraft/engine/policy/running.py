@@ -22,8 +22,9 @@ from truedraft.errors import TruedraftError
 _log = logging.getLogger(__name__)
 _LARGEST = 256  # largest size with a correction of its own
 _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # window that shows how busy the machine is: most steps, fewest steps, seconds
+_BESIDE = 2  # drafted steps after a plain one for which that says how busy the machine is
 _FADES_S = 5.0  # time in which a correction decays by 1 / e without new steps
-_SHAPE = 0.04  # weight of one step in the correction of one size
+_SHAPE, _SHAPE_BESIDE = 0.04, 0.1  # weight of one step in the correction of one size; where others of now are known
 _MOST = 0.5  # largest log ratio that one step counts for; more means that the system interrupted the step
 _FURTHER_REQUEST = 0.2  # cost of a further request relative to the first, until measured
 _READ_TOKEN = 0.05  # cost of catching up with a token relative to a proposal of one token, until measured
@@ -31,7 +32,7 @@ _LEARN = 0.2
 _MEASURED = 0.5  # share of a step for deciding that is only reached where costs were measured in it
 _AT_ONCE_S = 0.25  # most seconds of measuring between two steps, and most that may be saved up
 _MEASURING_SHARE = 1.0  # of the time of steps, for measuring without which nothing can be drafted
-_BETTER_SHARE = 0.02  # of the time of steps, for measuring that only improves known costs
+_BETTER_SHARE = 0.005  # of the time of steps, for measuring that only improves known costs
 _SOON = 4 * SETTLED  # plain steps after which the times of drafted steps are no longer comparable
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
@@ -62,15 +63,20 @@ class Corrected:
     def known(self) -> bool:
         return bool(self._recent)
 
-    def learn(self, size: float, measured_s: float, expected_s: float, usual: bool = True) -> None:
-        """Add a step with `measured_s` and `expected_s`; only a usual one changes the factor of its size."""
+    def learn(
+        self, size: float, measured_s: float, expected_s: float, usual: bool = True, common: float | None = None
+    ) -> None:
+        """Add a step with `measured_s` and `expected_s`; only a usual one changes the factor of its size. `common` is
+        what other steps of now say: with it what one size takes is not mistaken for a busier machine.
+        """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return
         now, recent = self._clock(), self._recent
         ratio = math.log(measured_s / expected_s) - self._shape_at(size)
         left, share = _between(size)
-        if recent and usual:
-            error = max(-_MOST, min(_MOST, ratio - self.common)) * _SHAPE
+        if (recent and usual) or common is not None:
+            rate, reference = (_SHAPE, self.common) if common is None else (_SHAPE_BESIDE, common)
+            error = max(-_MOST, min(_MOST, ratio - reference)) * rate
             self._shape[left] += error * (1.0 - share)
             self._shape[left + 1] += error * share
         recent.append((now, ratio))
@@ -99,14 +105,14 @@ class RunningTimes:
         self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
         self._drafting = {name: Corrected(clock) for name in drafters}
         self._kind = False, False  # of the last step, key of `_steps`
-        self._plain = 0  # consecutive plain steps up to the last one
+        self._plain = self._drafted = 0  # consecutive plain steps, and drafted ones, up to the last one
         self._plain_ratio: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds per token of a drafter's catch-up
         self._growing: dict[bool, list[Growing[Any]]] = {}  # costs still being measured, by whether greedy
         self._held: Growing[Any] | None = None  # the one that holds memory for measuring
         self._left_out: set[str] = set()  # drafters with a cost that cannot be measured
-        self._credit_s = _AT_ONCE_S
+        self._credit_s = {False: _AT_ONCE_S, True: 0.0}  # seconds for measuring, by whether all costs are known
         self._forward_s: ForwardTable
         self._check: CurveCheck
         self._forget()
@@ -177,14 +183,15 @@ class RunningTimes:
         """Continue measuring between steps for a share of the time; returns whether it measured or holds memory."""
         measured = False
         while pieces := self._pieces:
-            share = _BETTER_SHARE if all(each.known for each in pieces) else _MEASURING_SHARE
-            self._credit_s, step_s = min(self._credit_s + share * step_s, _AT_ONCE_S), 0.0
-            if self._credit_s <= 0.0:
+            known = all(each.known for each in pieces)
+            share = _BETTER_SHARE if known else _MEASURING_SHARE
+            self._credit_s[known], step_s = min(self._credit_s[known] + share * step_s, _AT_ONCE_S), 0.0
+            if self._credit_s[known] <= 0.0:
                 break
             measured = True
             began = self._clock()
             self._measure_on(pieces)
-            self._credit_s -= self._clock() - began
+            self._credit_s[known] -= self._clock() - began
         return measured or self._held is not None
 
     def measure_one(self) -> bool:
@@ -234,7 +241,7 @@ class RunningTimes:
         if held is not None:
             held.release()
 
-    def observe(self, record: StepRecord, steps: int = 1) -> None:
+    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
         rows, requests = record.rows, record.requests
         self._plain = 0 if record.prefill or rows > len(requests) else self._plain + steps
         used = len(self._forward_s) or self._proposals or self._read_s  # nothing to correct before first use
@@ -243,7 +250,7 @@ class RunningTimes:
         before, self._kind = self._kind, (rows > len(requests), all(step.greedy for step in requests))
         drafted, greedy = self._kind
         # Deciding counts as a cost of drafting: plain steps are decided many at once.
-        measured = record.total_s - record.draft_s - (0.0 if drafted else record.decide_s)
+        measured = record.total_s - record.draft_s - record.decide_s + (decide_s if drafted else 0.0)
         expected_s = self._forward_s(rows, record.contexts)
         if not drafted:
             # Earlier steps may have left the processor's caches cold for some steps: a time between the cold and the
@@ -252,7 +259,10 @@ class RunningTimes:
             expected_s = min(max(expected_s, usual_s), expected_s + self._costs.forwards().settling_s(self._plain - 1))
         # A step after one of another kind finds the processor's caches cold, and takes longer than usual.
         steps_of = self._steps[drafted, greedy]
-        steps_of.learn(rows, measured, expected_s, usual=self._kind == before)
+        self._drafted = self._drafted + 1 if drafted else 0
+        plain = self._steps[False, greedy]
+        common = plain.common if 0 < self._drafted <= _BESIDE and plain.known else None
+        steps_of.learn(rows, measured, expected_s, usual=self._kind == before, common=common)
         if SETTLED < self._plain <= _SOON and self._steps[True, greedy].known:
             self._plain_ratio[greedy] = max(-_MOST, min(_MOST, steps_of.common - self._steps[True, greedy].common))
         if drafted or self._plain > SETTLED:
