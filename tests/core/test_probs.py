@@ -429,3 +429,43 @@ def test_the_distributions_given_are_left_as_they_were() -> None:
     before = p.clone()
     L.without_tokens(p, torch.tensor([[1], [2], [3]]))
     assert torch.equal(p, before)
+
+
+# ------------------------------------------------------------------------------------------ rows on demand
+
+SHAPED = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.3, top_k=3),
+    SamplingParams(temperature=0.9, top_p=0.8),
+    SamplingParams(temperature=0.9, min_p=0.2),
+]
+
+
+@pytest.mark.parametrize("params", SHAPED)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_row_is_computed_where_it_is_read(
+    params: SamplingParams, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = (3 * torch.randn(4, 11, generator=torch.Generator().manual_seed(1))).to(dtype)
+    wanted, computed, compute = L.probs_from_logits(logits, params), [], L.probs_from_logits
+    monkeypatch.setattr(L, "probs_from_logits", lambda rows, own: (computed.append(rows), compute(rows, own))[1])
+    probs = L.RowProbs(logits, params)
+    assert torch.equal(probs[2], wanted[2]) and probs[2] is probs[2]
+    assert probs.entry(0, 5) == float(wanted[0, 5]) and probs.entry(2, 3) == float(wanted[2, 3])
+    assert [torch.equal(*each) for each in zip(computed, (logits[2:3], logits[:1]), strict=True)] == [True, True]
+    assert (probs.shape, probs.device, probs.broken) == (logits.shape, logits.device, set())
+    as_given = L.RowProbs(wanted)
+    assert as_given.entry(1, 4) == float(wanted[1, 4]) and torch.equal(as_given[3], wanted[3])
+
+
+@pytest.mark.parametrize("params", SHAPED)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 4, 10])
+def test_a_row_without_a_distribution_is_one_hot_and_told_of(params: SamplingParams, wrong: float, place: int) -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(2)).to(dtype)
+        logits[1, place if wrong != -torch.inf else slice(None)] = wrong
+        probs = L.RowProbs(logits, params)
+        assert probs[0].sum() == pytest.approx(1.0) and probs.broken == set()
+        assert probs[1].tolist() == [1.0] + [0.0] * 10
+        assert probs.broken == {1}

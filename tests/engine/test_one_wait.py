@@ -65,14 +65,8 @@ class Standin:
         self._in_step = self._at_the_door = False
         self._allowed = (*self.HOST_BLOCKS, *lenient)
         patch.setattr(transfers, "waits", lambda device: True)
-        for module in (
-            "core.probs",
-            "verification.coupled",
-            "verification.lossy",
-            "drafters.draws",
-            "drafters.lookahead",
-        ):
-            patch.setattr(f"truedraft.{module}.most_likely", lambda scores: scores.argmax(dim=-1))
+        for module in ("core.probs", "drafters.draws"):
+            patch.setattr(f"truedraft.{module}.likeliest", lambda scores: scores.max(dim=-1))
         patch.setattr("truedraft.core.probs.keep_nucleus", nucleus_by_sorting)
         fetch, run = transfers.fetch, Step.run
 

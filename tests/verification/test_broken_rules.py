@@ -104,7 +104,7 @@ class TokenByTokenWalk(BlockHostWalk):
     def _kept(self, block: Sequence[int], weights: Sequence[float]) -> int:
         for place, row in enumerate(block):
             draw = self.proposal.draws[row][0]
-            stays = self.rule.accept_probability(self.p_x[draw.child], self.q_x[draw.child, draw.dist])
+            stays = self.rule.accept_probability(self.p_x(draw.child), self.q_x(draw))
             if self.noise.uniform(Purpose.ACCEPT, len(self.path) + place) >= stays:
                 return place
         return len(block)

@@ -84,14 +84,21 @@ def _keep(dist: Tensor, scores: Tensor, least: Tensor) -> Tensor:
 
 def most_likely(scores: Tensor) -> Tensor:
     """The ids `[...]` of the largest of scores `[..., vocab]`: the lowest of equal ones, the first NaN if any."""
-    if scores.device.type != "cpu":
-        return scores.argmax(dim=-1)
-    # The same answer as torch's argmax, which is not vectorised: 8 times slower in float32, more in bfloat16.
+    return likeliest(scores)[1]
+
+
+def likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of scores `[..., vocab]`, and their ids as `most_likely` has them, `[...]` each."""
     scores = scores.detach()
-    if fused.fit(scores, dtypes=fused.LOGITS):
-        return fused.largest(scores)[1]
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.as_tensor(wide.numpy().argmax(axis=-1))
+    if scores.device.type == "cpu" and fused.fit(scores, dtypes=fused.LOGITS):
+        return fused.largest(scores)
+    if scores.device.type == "cpu":
+        # The same answer as torch's argmax, which is not vectorised: 8 times slower in float32, more in bfloat16.
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        ids = torch.as_tensor(wide.numpy().argmax(axis=-1))
+    else:
+        ids = scores.argmax(dim=-1)
+    return scores.gather(-1, ids[..., None])[..., 0], ids
 
 
 def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
@@ -109,6 +116,52 @@ def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]
             (own,) = by_rows(lambda some, params=params[0]: (probs_from_logits(some, params),), own)
         probs += own.split_with_sizes(counts)
     return probs
+
+
+class RowProbs:
+    """The distributions `[rows, vocab]` of one request on the CPU, each computed where it is first read.
+
+    A walk down a proposal reads the rows of accepted nodes and the one after them.
+
+    Args:
+        table: logits `[rows, vocab]`; without `params` they are the distributions.
+
+    Attributes:
+        broken: rows read so far whose logits have no distribution; they are one-hot at token 0.
+    """
+
+    def __init__(self, table: Tensor, params: SamplingParams | None = None) -> None:
+        self.shape, self.device = table.shape, table.device
+        self.broken: set[int] = set()
+        self._table, self._params = table, params
+        self._rows: dict[int, Tensor] = {}
+        self._entries: dict[int, NDArray[Any]] = {}
+
+    def __getitem__(self, row: int) -> Tensor:
+        found = self._rows.get(row)
+        if found is None:
+            found = self._rows[row] = self._table[row] if self._params is None else self._computed(row, self._params)
+        return found
+
+    def _computed(self, row: int, params: SamplingParams) -> Tensor:
+        logits = self._table[row : row + 1]
+        probs = probs_from_logits(logits, params)
+        if not math.isfinite(probs[0, 0]):  # no entry of an invalid row's distribution is finite
+            self.broken.add(row)
+            probs = probs_from_logits(usable_rows(logits, torch.tensor([False])), params)
+        return probs[0]
+
+    def entry(self, row: int, token: int) -> float:
+        # Entries of arrays are read several times as fast as those of tensors.
+        if row not in self._entries:
+            self._entries[row] = as_array(self[row])
+        return float(self._entries[row][token])
+
+
+def as_array(table: Tensor) -> NDArray[Any]:
+    """A tensor on any device as an array, in single precision where the dtype is a smaller one."""
+    table = table.cpu()
+    return (table.float() if table.dtype.itemsize < 4 else table).numpy()
 
 
 def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -131,11 +184,9 @@ def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tu
 
 def sound_rows(logits: Tensor) -> Tensor | None:
     """Which rows `[rows, vocab]` have no NaN or +inf, and not only -inf: bool `[rows]`; None if all surely do."""
-    if fused.fit(logits, dtypes=fused.LOGITS):
+    if not transfers.waits(logits.device) and fused.fit(logits, dtypes=fused.LOGITS):
         entries = fused.largest(logits)[0]
-        if all(map(math.isfinite, entries.tolist())):
-            return None
-        return entries.isfinite()
+        return None if all(map(math.isfinite, entries.tolist())) else entries.isfinite()
     sound = logits.amax(dim=-1).isfinite()  # amax of a row with NaN is NaN
     return sound if transfers.waits(logits.device) or not sound.all() else None
 

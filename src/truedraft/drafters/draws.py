@@ -14,7 +14,7 @@ from truedraft.core import fused, transfers
 from truedraft.core.coupled import choices_by_keys, coupled_choices
 from truedraft.core.noise import Noise, Purpose, gumbel_key, signed
 from truedraft.core.params import SamplingParams
-from truedraft.core.probs import draw, most_likely, probs_from_logits
+from truedraft.core.probs import draw, likeliest, probs_from_logits
 from truedraft.core.proposal import DrawKind
 from truedraft.models.base import Choose
 
@@ -83,10 +83,13 @@ class TopTokens(Drawing):
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
-        # Unlike topk, `most_likely` returns the lowest id among equals, as the target does.
-        best = most_likely(logits)[:, None] if width == 1 else logits.topk(min(width, logits.shape[-1]), dim=-1).indices
+        # Unlike topk, `likeliest` returns the lowest id among equals, as the target does.
+        if width == 1:
+            entries, best = (each[:, None] for each in likeliest(logits))
+        else:
+            entries, best = logits.topk(min(width, logits.shape[-1]), dim=-1)
         # Tokens of probability 0 are not proposed, such as banned ones.
-        return best.masked_fill(logits.gather(-1, best) == -torch.inf, logits.shape[-1]), None
+        return best.masked_fill(entries == -torch.inf, logits.shape[-1]), None
 
 
 class SampledTokens(Drawing):

@@ -202,7 +202,7 @@ class TreeBuilder(DraftTree):
         tree = TokenTree(self._ids(0), shape_of(tuple(self.parents)))
         if not self.on_device:
             tree.keep_host_ids(self.tokens)
-        probs = torch.cat(self._probs) if self._probs else None
+        probs = torch.cat(self._probs) if len(self._probs) > 1 else next(iter(self._probs), None)
         return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:

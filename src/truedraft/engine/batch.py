@@ -12,6 +12,7 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget, Decision
 from truedraft.core.logprobs import TokenLogprobs
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.probs import RowProbs
 from truedraft.core.proposal import Proposal
 from truedraft.core.shaping import Form
 from truedraft.core.tree import chain_shape, shape_of
@@ -43,7 +44,7 @@ class StepItem:
     decision: Decision | None = None  # what to draft; None during the prompt, and if its drafters failed
     logits: Tensor = field(init=False)  # [tree rows, vocab], the target's own, while the proposal is verified
     shaped: Tensor = field(init=False)  # [tree rows, vocab], after the request's options
-    probs: Tensor = field(init=False)  # [tree rows, vocab], the distributions for its rule, or logits if they suffice
+    probs: Tensor | RowProbs = field(init=False)  # [tree rows, vocab]: distributions for its rule, or logits if they do
     broken_rows: frozenset[int] = frozenset()  # tree rows with NaN or infinite logits
     verdict: Verdict | None = None  # cut before the first row without a distribution; None if nothing is verified
     broken: bool = False  # whether there was such a row on its path

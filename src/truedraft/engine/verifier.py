@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from truedraft.core import transfers
 from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
-from truedraft.core.probs import batch_probs, probs_from_logits, sound_rows, usable_rows
+from truedraft.core.probs import RowProbs, batch_probs, probs_from_logits, sound_rows, usable_rows
 from truedraft.core.proposal import DrawCheck, Proposal
 from truedraft.core.shaping import shaped_trees
 from truedraft.core.verdict import Verdict
@@ -75,9 +77,14 @@ class Verifier:
             shaped: Sequence[Tensor] = logits.split_with_sizes(list(sizes))
         else:
             shaped = own
-        sound = sound_rows(logits)
         judged = [(item.request.rule, item.request.params) for item in items]
         options = [None if rule.sees == "argmax" else rule.options(params) for rule, params in judged]
+        if not transfers.waits(logits.device) and all(rule.reads_rows and not params.greedy for rule, params in judged):
+            for item, *tensors, options_of_it in zip(items, own, shaped, options, strict=True):
+                item.logits, item.shaped = tensors
+                item.probs = RowProbs(item.shaped, options_of_it)
+            return None
+        sound = sound_rows(logits)
         probs = shaped
         if any(options):
             usable = logits if sound is None else usable_rows(logits, sound)
@@ -119,6 +126,7 @@ class Verifier:
         changed = []
         for number, item in enumerate(items):
             if item in on_device and not self._drafting.admits(item):
+                assert isinstance(item.probs, Tensor)
                 item.rows = slice(item.rows.start, item.judged_rows.start + 1)
                 item.drafted, item.proposal, item.probs = NOTHING_DRAFTED, NOTHING_DRAFTED.proposal, item.probs[:1]
             elif number in unsound:
@@ -133,6 +141,8 @@ def _settle(item: StepItem) -> None:
     """Cut an item's verdict after the first uncomputed token and before the first broken tree row."""
     verdict = item.verdict
     assert verdict is not None
+    if isinstance(item.probs, RowProbs):
+        item.broken_rows = frozenset(item.probs.broken)
     if item.kept is not None:
         verdict = verdict.within(item.kept)
     if item.broken_rows:
@@ -172,4 +182,5 @@ def _note_prompt(item: StepItem, logits: Tensor) -> None:
 
 
 def _inputs_of(items: Sequence[StepItem]) -> tuple[list[Proposal], list[Tensor], list[KeyedNoise]]:
-    return [item.proposal for item in items], [item.probs for item in items], [item.noise for item in items]
+    probs = cast("list[Tensor]", [item.probs for item in items])  # or `RowProbs`, for rules that take them
+    return [item.proposal for item in items], probs, [item.noise for item in items]

@@ -33,7 +33,7 @@ class BlockHostWalk(HostWalk):
         drawn = [self.proposal.draws[each][0] for each in block]
         weights = [1.0]
         for draw in drawn:
-            weights.append(self.rule.weight(weights[-1], self.p_x[draw.child], self.q_x[draw.child, draw.dist]))
+            weights.append(self.rule.weight(weights[-1], self.p_x(draw.child), self.q_x(draw)))
         kept = self._kept(block, weights)
         accepted = [draw.child for draw in drawn[:kept]]
         if kept == len(block):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core import probs as L
@@ -32,9 +31,7 @@ class HostWalk:
     """A walk down one proposal.
 
     Args:
-        probs: the target's distributions `[rows, vocab]`.
-        p_x: by node, from the original distributions.
-        q_x: by node and number of its distribution, from the original distributions.
+        probs: the target's distributions.
 
     Attributes:
         path: the accepted nodes.
@@ -46,23 +43,33 @@ class HostWalk:
         self,
         rule: SpeculativeSampling,
         proposal: Proposal,
-        probs: Tensor,
+        probs: L.RowProbs,
         noise: Noise,
-        p_x: Sequence[float],
-        q_x: dict[tuple[int, int], float],
     ) -> None:
         self.rule = rule
         self.proposal = proposal
         self.probs = probs
         self.noise = noise
-        self.p_x = p_x
-        self.q_x = q_x
+        self._q = None if proposal.probs is None else L.as_array(proposal.probs)
         self.path: list[int] = []
         self.row = 0
         self.left: Tensor
         while (accepted := self.judge(self.row)) is not None:
             self.path += accepted
             self.row = self.path[-1] + 1
+
+    def p_x(self, node: int) -> float:
+        """The original distribution's probability of a node's token."""
+        tree = self.proposal.tree
+        return self.probs.entry(tree.shape.parents[node] + 1, tree.host_ids[node])
+
+    def q_x(self, draw: Draw) -> float:
+        """The probability of a draw in the distribution that it is from, before any removal."""
+        return (
+            1.0
+            if self._q is None or draw.dist < 0
+            else float(self._q[draw.dist, self.proposal.tree.host_ids[draw.child]])
+        )
 
     @property
     def uniform(self) -> float:
@@ -89,7 +96,7 @@ class HostWalk:
         excluded: dict[int, None] = {}
         taken = 0.0
         for index, draw in enumerate(draws):
-            token, mass = ids[draw.child], self.p_x[draw.child]
+            token, mass = ids[draw.child], self.p_x(draw.child)
             p_x = 0.0 if token in excluded else self.rule.left_of_candidate(mass, taken)  # 0: drafted twice
             if self._stays(index, p_x, 1.0):
                 return [draw.child]
@@ -107,8 +114,8 @@ class HostWalk:
             taken = excluded.get(draw.dist, []) if draw.kind is DrawKind.WITHOUT_REPLACEMENT else []
             q = self._drawn_from(draw, taken) if taken else None
             # Distributions are unchanged until the first draw was rejected.
-            p_x = float(p[token]) if index else self.p_x[draw.child]
-            q_x = 1.0 if draw.dist < 0 else float(q[token]) if q is not None else self.q_x[draw.child, draw.dist]
+            p_x = float(p[token]) if index else self.p_x(draw.child)
+            q_x = self.q_x(draw) if q is None else float(q[token])
             if self._stays(index, p_x, q_x):
                 return [draw.child]
             p = self.rule.rejected(p, self._drawn_from(draw, []) if q is None else q)
@@ -129,41 +136,18 @@ class HostWalk:
 
 
 def host_verdicts(
-    rule: SpeculativeSampling, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
+    rule: SpeculativeSampling, proposals: Sequence[Proposal], probs: Sequence[L.RowProbs], noise: Sequence[Noise]
 ) -> list[Verdict]:
     """The verdicts on a batch of at least one request; arguments as in `Rule.verify`."""
-    walks = [
-        rule.host_walk(rule, *each)
-        for each in zip(proposals, probs, noise, *_first_looks(proposals, probs), strict=True)
-    ]
+    walks = [rule.host_walk(rule, *each) for each in zip(proposals, probs, noise, strict=True)]
     together = max(1, _ENTRIES_TOGETHER // probs[0].shape[-1])
     drawn = []
     for first in range(0, len(walks), together):
         group = walks[first : first + together]
-        left = torch.stack([walk.left for walk in group])
+        left = group[0].left[None] if len(group) == 1 else torch.stack([walk.left for walk in group])
         drawn.append(L.draw(left, torch.tensor([walk.uniform for walk in group], dtype=torch.float64)))
     tokens = (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).tolist()
     return [verdict_at(walk.proposal, walk.path, token) for walk, token in zip(walks, tokens, strict=True)]
-
-
-def _first_looks(
-    proposals: Sequence[Proposal], probs: Sequence[Tensor]
-) -> tuple[list[list[float]], list[dict[tuple[int, int], float]]]:
-    p_x: list[list[float]] = []
-    q_x: list[dict[tuple[int, int], float]] = []
-    for proposal, own in zip(proposals, probs, strict=True):
-        # Entries of arrays are read several times as fast as those of tensors.
-        ids, table = proposal.tree.host_ids, _array(own)
-        p_x.append([float(table[parent + 1, ids[node]]) for node, parent in enumerate(proposal.tree.shape.parents)])
-        drawn = [draw for draws in proposal.draws for draw in draws if draw.dist >= 0]
-        table = table if proposal.probs is None else _array(proposal.probs)
-        q_x.append({(draw.child, draw.dist): float(table[draw.dist, ids[draw.child]]) for draw in drawn})
-    return p_x, q_x
-
-
-def _array(table: Tensor) -> NDArray[Any]:
-    table = table.cpu()  # the draft may be on another device
-    return (table.float() if table.dtype.itemsize < 4 else table).numpy()
 
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -185,6 +169,7 @@ class SpeculativeSampling(Rule):
         {DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC}
     )
 
+    reads_rows: ClassVar[bool] = True
     host_walk: ClassVar[type[HostWalk]] = HostWalk
 
     # The four parts of the rule, which both walks call. Tests break them one at a time, and must fail.
@@ -205,14 +190,17 @@ class SpeculativeSampling(Rule):
         """The draft's distributions `[..., vocab]` without `tokens` `[..., tokens]`, drawn without replacement."""
         return without_tokens(q, tokens)
 
-    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
+    def accept(
+        self, proposals: Sequence[Proposal], probs: Sequence[Tensor | L.RowProbs], noise: Sequence[Noise]
+    ) -> BatchVerdicts:
         if not proposals:
             return BatchVerdicts.made([])
         if not len(proposals) == len(probs) == len(noise):
             raise ValueError(f"{len(proposals)} proposals, {len(probs)} tables and {len(noise)} noises are no batch")
         if not transfers.waits(probs[0].device):
-            return BatchVerdicts.made(host_verdicts(self, proposals, probs, noise))
-        batch = Batch.of(proposals, probs, noise)
+            rows = [L.RowProbs(own) if isinstance(own, Tensor) else own for own in probs]
+            return BatchVerdicts.made(host_verdicts(self, proposals, rows, noise))
+        batch = Batch.of(proposals, [own for own in probs if isinstance(own, Tensor)], noise)
         plan = batch.plan
         jump = jump_table(plan, self.first_stays(batch, *batch.first_looks())) if plan.drafts else plan.own
         ends, left = self._end(batch, jump, jump[plan.roots])
