@@ -506,9 +506,9 @@ def test_steps_between_two_decisions_are_learnt_from() -> None:
 def test_what_others_save_pays_for_trying_a_drafter_again() -> None:
     """The second drafter was bad at first and is better than the other now; it waits longer without what that saves."""
     found = []
-    for share in (0.0, 0.05):
+    for times in (0.0, 25.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("truedraft.engine.policy.goodput._SAVED_SHARE", share)
+            patch.setattr("truedraft.engine.policy.goodput._SAVED_TIMES", times)
             clock, late = FakeClock(), SimulatedDrafter(lambda seconds, *_: 0.0 if seconds < 5.0 else 0.95)
             drafters = {"a": SimulatedDrafter(steady(0.6)), "b": late}
             simulation = Simulation(Goodput(clock=clock, probing=0.002), drafters, clock)

@@ -29,7 +29,7 @@ _DECIDE_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted st
 _PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # plain steps, and seconds, between two decisions
 _OTHER_BATCH = 0.34  # relative change of the number of requests after which a plan is no longer valid
 _CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
-_SAVED_SHARE = 0.05  # share of what drafts save that probing may lose, in addition to its share of the time
+_SAVED_TIMES = 5.0  # probing may lose its share of what drafts save, so many times, in addition to that of the time
 _PLAIN_AGE_S = 0.25  # age after which the time of a plain step is measured again
 _PLAIN_SHARE = 0.5  # share of the probing time used in drafted steps
 _LOSS_SHARE = 0.01  # share of the time that drafts that do not pay may lose, in addition to probing
@@ -334,7 +334,7 @@ class Goodput(Controller):
             earned_s = self._probing * took * (_PLAIN_SHARE if record.nodes else 1.0)
             if not record.nodes:
                 self._plain_at = now
-            earned_s += max(_SAVED_SHARE * self._keep_balance(record, took), -earned_s)
+            earned_s += max(_SAVED_TIMES * self._probing * self._keep_balance(record, took), -earned_s)
             self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
         self._observed = now
         for step in record.requests:
