@@ -17,8 +17,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from truedraft import Engine
 from truedraft.core import probs as L
 from truedraft.core.params import SamplingParams
+from truedraft.drafters import DraftModel
+from truedraft.testing import MarkovModel
+from truedraft.verification import BlockVerification, CoupledSampling, LenientSampling, SpeculativeSampling
 
 EXACT = 1e-12
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -469,3 +473,20 @@ def test_a_row_without_a_distribution_is_one_hot_and_told_of(params: SamplingPar
         assert probs[0].sum() == pytest.approx(1.0) and probs.broken == set()
         assert probs[1].tolist() == [1.0] + [0.0] * 10
         assert probs.broken == {1}
+
+
+class Whole(SpeculativeSampling):
+    """A stranger's rule, which reads whole tensors."""
+
+    def accept(self, proposals, probs, noise):  # type: ignore[no-untyped-def]
+        assert all(isinstance(own, Tensor) for own in probs)
+        return super().accept(proposals, probs, noise)
+
+
+def test_rules_that_accept_or_measure_in_their_own_way_get_tensors() -> None:
+    rules = SpeculativeSampling(), BlockVerification(), LenientSampling(0.5), CoupledSampling(), Whole()
+    assert [rule.reads_rows for rule in rules] == [True, True, False, False, False]
+    target = MarkovModel.random(5, 1)
+    drafter, params = DraftModel(MarkovModel.random(5, 2), 3), SamplingParams(temperature=1.0, max_tokens=20)
+    for rule in rules:
+        assert len(Engine(target, drafter, rule).generate([1, 2], params).token_ids) == 20

@@ -200,7 +200,6 @@ class LenientSampling(SpeculativeSampling):
         OptionError: a lenience out of range.
     """
 
-    reads_rows: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
 
     def __init__(self, lenience: float) -> None:

@@ -101,7 +101,6 @@ class Rule(ABC):
         coupled: whether it decides by Gumbel noise, which a drafter may share, instead of uniform numbers.
         sees: what it reads of a target's row: "probs" the whole distribution, "argmax" only its largest entry, for
             which logits suffice.
-        reads_rows: whether `accept` takes `RowProbs` too, of which it reads the rows that it needs.
         by_groups: whether the kernels of groups define it completely; False where a rule chooses among whole paths.
         judges: the kinds of draws that the rule can verify.
         prefers: the kinds with the highest acceptance, for drafters that support several.
@@ -111,9 +110,13 @@ class Rule(ABC):
     lossless: ClassVar[bool]
     coupled: ClassVar[bool] = False
     sees: ClassVar[Sees] = "probs"
-    reads_rows: ClassVar[bool] = False
     by_groups: ClassVar[bool] = True
     judges: ClassVar[frozenset[DrawKind]]
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether `accept` takes `RowProbs` too, of which it reads the rows that it needs."""
+        return False
 
     @property
     def prefers(self) -> frozenset[DrawKind]:

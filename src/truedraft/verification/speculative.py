@@ -65,11 +65,9 @@ class HostWalk:
 
     def q_x(self, draw: Draw) -> float:
         """The probability of a draw in the distribution that it is from, before any removal."""
-        return (
-            1.0
-            if self._q is None or draw.dist < 0
-            else float(self._q[draw.dist, self.proposal.tree.host_ids[draw.child]])
-        )
+        if self._q is None or draw.dist < 0:
+            return 1.0
+        return float(self._q[draw.dist, self.proposal.tree.host_ids[draw.child]])
 
     @property
     def uniform(self) -> float:
@@ -169,8 +167,12 @@ class SpeculativeSampling(Rule):
         {DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC}
     )
 
-    reads_rows: ClassVar[bool] = True
     host_walk: ClassVar[type[HostWalk]] = HostWalk
+
+    @property
+    def reads_rows(self) -> bool:
+        own = type(self)  # one that accepts or measures in its own way reads whole tensors
+        return own.accept is SpeculativeSampling.accept and own.measured is Rule.measured
 
     # The four parts of the rule, which both walks call. Tests break them one at a time, and must fail.
 
