@@ -171,8 +171,9 @@ class SpeculativeSampling(Rule):
 
     @property
     def reads_rows(self) -> bool:
-        own = type(self)  # one that accepts or measures in its own way reads whole tensors
-        return own.accept is SpeculativeSampling.accept and own.measured is Rule.measured
+        # One that accepts or measures in its own way reads whole tensors.
+        accept, measured = (getattr(each, "__func__", None) for each in (self.accept, self.measured))
+        return accept is SpeculativeSampling.accept and measured is Rule.measured
 
     # The four parts of the rule, which both walks call. Tests break them one at a time, and must fail.
 
