@@ -44,6 +44,19 @@ def test_softmax_is_that_of_float64(vocab: int, temperature: float) -> None:
     assert torch.equal(*both)
 
 
+@pytest.mark.parametrize("dtype", fused.LOGITS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 17, 515, 2048])
+def test_token_probs_are_entries_of_the_softmax(vocab: int, dtype: torch.dtype) -> None:
+    logits = (5.0 * drawn(4, vocab)).to(dtype)
+    logits[1, :] += 60.0
+    logits[3, -1] = torch.nan
+    tokens = torch.tensor([0, vocab - 1, vocab, 0])
+    found = fused.token_probs(logits, tokens)
+    wanted = torch.softmax(logits.double(), -1)
+    assert found[:3].tolist() == pytest.approx([float(wanted[0, 0]), float(wanted[1, -1]), 0.0], rel=1e-5)
+    assert found[3].isnan()
+
+
 @pytest.mark.parametrize("vocab", SIZES)
 @pytest.mark.parametrize("dtype", fused.LOGITS)
 def test_the_largest_entry_is_the_first_of_equal_ones_or_the_first_nan(vocab: int, dtype: torch.dtype) -> None:

@@ -36,8 +36,8 @@ def drawn(
     """The children of nodes, with their probabilities where they are wanted, and what they were drawn from."""
     drawing = drawing_for(params, max(node.width for node in open_nodes))
     tokens, probs = drawing.draw(scores, params, open_nodes)
-    looked_at = (torch.softmax(scores.float(), dim=-1) if probs is None else probs) if wants else None
-    return fetch_children(tokens, looked_at, open_nodes, scores.shape[-1]), probs
+    own = (L.token_probs(scores, tokens) if probs is None else L.probs_at(probs, tokens)) if wants else None
+    return fetch_children(tokens, own, open_nodes, scores.shape[-1]), probs
 
 
 def ids(children: Sequence[Sequence[Child]]) -> list[list[int]]:

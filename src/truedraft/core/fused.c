@@ -66,25 +66,29 @@ static inline lanes exponential(lanes x) {
     return choose(small, all(0.0f), p);
 }
 
-/* softmax(logits / temperature) of `[rows][vocab]`; NaN in rows with NaN, or without a finite largest logit. */
-#define SOFTMAX(NAME, TYPE, LOAD) \
-void NAME(const TYPE *logits, int64_t rows, int64_t vocab, const float *temperature, float *probs) { \
+/* Of `[rows][vocab]` softmax(logits / temperature), and that of one token of each row at temperature 1; NaN in rows with NaN,
+ * or without a finite largest logit. */
+#define DISTRIBUTIONS(SUFFIX, TYPE, LOAD) \
+static float largest_of##SUFFIX(const TYPE *logits, int64_t vocab) { \
+    lanes most = all(-INFINITY); \
+    ints none = {0}; \
+    for (int64_t v = 0; v < vocab; v += LANES) { \
+        const lanes x = LOAD(logits + v, vocab - v, -INFINITY); \
+        most = choose(x > most, x, most); \
+        none |= x != x; \
+    } \
+    float top = -INFINITY; \
+    int32_t any = 0; \
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top, any |= none[i]; \
+    return any || !(top < INFINITY && top > -INFINITY) ? NAN : top; \
+} \
+void truedraft_softmax##SUFFIX(const TYPE *logits, int64_t rows, int64_t vocab, const float *temperature, float *probs) { \
     for (int64_t row = 0; row < rows; row++, logits += vocab, probs += vocab) { \
-        lanes most = all(-INFINITY); \
-        ints none = {0}; \
-        for (int64_t v = 0; v < vocab; v += LANES) { \
-            const lanes x = LOAD(logits + v, vocab - v, -INFINITY); \
-            most = choose(x > most, x, most); \
-            none |= x != x; \
-        } \
-        float top = -INFINITY; \
-        int32_t any = 0; \
-        for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top, any |= none[i]; \
-        if (any || !(top < INFINITY && top > -INFINITY)) { \
+        const float top = largest_of##SUFFIX(logits, vocab), inverse = fminf(1.0f / temperature[row], 3e38f); \
+        if (top != top) { \
             for (int64_t v = 0; v < vocab; v++) probs[v] = NAN; \
             continue; \
         } \
-        const float inverse = fminf(1.0f / temperature[row], 3e38f); \
         double total = 0.0; \
         for (int64_t from = 0; from < vocab; from += PIECE) { \
             const int64_t end = from + PIECE < vocab ? from + PIECE : vocab; \
@@ -99,9 +103,23 @@ void NAME(const TYPE *logits, int64_t rows, int64_t vocab, const float *temperat
         const float scale = (float)(1.0 / total); \
         for (int64_t v = 0; v < vocab; v++) probs[v] *= scale; \
     } \
+} \
+void truedraft_token_probs##SUFFIX(const TYPE *logits, int64_t rows, int64_t vocab, const int64_t *tokens, float *probs) { \
+    for (int64_t row = 0; row < rows; row++, logits += vocab) { \
+        const float top = largest_of##SUFFIX(logits, vocab); \
+        double total = 0.0; \
+        for (int64_t from = 0; from < vocab && top == top; from += PIECE) { \
+            const int64_t end = from + PIECE < vocab ? from + PIECE : vocab; \
+            lanes sum = all(0.0f); \
+            for (int64_t v = from; v < end; v += LANES) sum += exponential(LOAD(logits + v, end - v, -INFINITY) - top); \
+            total += sum_of(sum); \
+        } \
+        const int64_t token = tokens[row]; \
+        probs[row] = token == vocab ? 0.0f : exponential(LOAD(logits + token, 1, -INFINITY) - top)[0] / (top == top ? total : NAN); \
+    } \
 }
-SOFTMAX(truedraft_softmax, float, load)
-SOFTMAX(truedraft_softmax_halves, uint16_t, load_halves)
+DISTRIBUTIONS(, float, load)
+DISTRIBUTIONS(_halves, uint16_t, load_halves)
 
 /* Of each of `[rows][vocab]` the largest entry, or a NaN, and its place: the first of equal ones. To `[2][rows]`.
  * Floats are in the order of the whole numbers `key`; 0.0 and -0.0 have the same, and NaN lies beyond the infinities. */

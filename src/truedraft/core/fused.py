@@ -50,6 +50,12 @@ def softmax(logits: Tensor, temperatures: Tensor) -> Tensor:
     return _made(name, torch.empty(logits.shape, dtype=torch.float32), logits, temperatures.float())
 
 
+def token_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Entries of `softmax` at temperature 1 of tokens `[...]`, int64; 0 for `vocab`, which is no token."""
+    name = "token_probs" if logits.dtype == torch.float32 else "token_probs_halves"
+    return _made(name, torch.empty(tokens.shape, dtype=torch.float32), logits, tokens)
+
+
 def largest(values: Tensor) -> tuple[Tensor, Tensor]:
     """The largest entries of `[..., vocab]` in one of `LOGITS`, NaN where one is, and their places: of equal the first.
 

@@ -101,6 +101,20 @@ def likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, ids[..., None])[..., 0], ids
 
 
+def token_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Probabilities `[rows, draws]`, at temperature 1, of tokens `[rows, draws]` by logits `[rows, vocab]`; that of
+    `vocab`, which is no token, means nothing.
+    """
+    if tokens.shape[-1] == 1 and fused.fit(logits, dtypes=fused.LOGITS):
+        return fused.token_probs(logits, tokens[:, 0])[:, None]
+    return probs_at(torch.softmax(logits.float(), dim=-1), tokens)
+
+
+def probs_at(probs: Tensor, tokens: Tensor) -> Tensor:
+    """The entries `[rows, draws]` of distributions `[rows, vocab]` at tokens; see `token_probs`."""
+    return probs.gather(-1, tokens.clamp_max(probs.shape[-1] - 1))
+
+
 def batch_probs(logits: Tensor, rows: Sequence[tuple[SamplingParams | None, int]]) -> list[Tensor]:
     """Distributions of logits `[total_rows, vocab]`: consecutive groups of rows, each with its own options.
 

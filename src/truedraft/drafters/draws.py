@@ -200,12 +200,16 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return INDEPENDENT_DRAWS if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:
-    """The children of each node, from results of `Drawing.draw` in one transfer; with `probs`, their probabilities."""
+def fetch_children(
+    tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int
+) -> list[list[Child]]:
+    """The children of each node, from tokens of `Drawing.draw` and their probabilities `[nodes, draws]`, in one
+    transfer; None: 1.
+    """
     if probs is None:
         rows = [[(token, 1.0) for token in row] for row in tokens.tolist()]
     else:
-        ids, masses = transfers.fetch([tokens, probs.gather(-1, tokens.clamp_max(vocab - 1))])  # [nodes * draws]
+        ids, masses = transfers.fetch([tokens, probs])  # [nodes * draws]
         drawn, draws = list(zip(map(int, ids), masses, strict=True)), tokens.shape[-1]
         rows = [drawn[start : start + draws] for start in range(0, len(drawn), draws)]
     return [[child for child in row[: node.width] if child[0] < vocab] for node, row in zip(nodes, rows, strict=True)]

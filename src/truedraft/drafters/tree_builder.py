@@ -16,7 +16,7 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
-from truedraft.core.probs import probs_from_logits
+from truedraft.core.probs import probs_at, probs_from_logits, token_probs
 from truedraft.core.proposal import Draw, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.top_k import TopK
@@ -455,10 +455,10 @@ def _draw_alike(
         unread = existing(tokens[:, 0], probs, logits.shape[-1])[0]  # [nodes]; changes `probs`
         children = [[(token, 1.0)] for token in unread.split(1)]
     else:
-        looked_at = None
+        confidence = None  # [nodes, draws]
         if any(builder.budget.looks for builder in builders):
-            looked_at = torch.softmax(logits.float(), dim=-1) if probs is None else probs  # [nodes, vocab]
-        children = fetch_children(tokens, looked_at, together, logits.shape[-1])
+            confidence = token_probs(logits, tokens) if probs is None else probs_at(probs, tokens)
+        children = fetch_children(tokens, confidence, together, logits.shape[-1])
     if ids is not None:
         names: Any = ids.ids if first.on_device else ids.on_host
         children = [[(names[place], chance) for place, chance in own] for own in children]

@@ -24,6 +24,7 @@ from torch import Tensor
 from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
+from truedraft.core.probs import probs_at
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import Child, OpenNode, drawing_for, fetch_children
@@ -145,7 +146,7 @@ class SampledBeams:
             shaped = torch.cat([tree.shaped(own) for tree, own in parts])
             tokens, probs = drawing.draw(shaped, params, together)  # [nodes, draws], [nodes, vocab]
             assert probs is not None, "greedy requests are not drawn for"
-            children = fetch_children(tokens, probs, together, probs.shape[-1])
+            children = fetch_children(tokens, probs_at(probs, tokens), together, probs.shape[-1])
             noise = _noise_of(children, nodes, depth, probs) if drawing.kind is DrawKind.COUPLED else None
             for tree, own in zip(trees, nodes, strict=True):
                 here = slice(start - rows.start, start - rows.start + len(own))

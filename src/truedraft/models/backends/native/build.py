@@ -89,6 +89,7 @@ def _defines(narrow: bool, tiles: bool) -> Sequence[str]:
         "TILES": tiles,
         "PREFETCH_NEAR": 8192 if amd else 1536 if intel else 0,
         "PREFETCH_FAR": 16384 if intel else 0,
+        "PASSING": amd,
     }
     return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
 

@@ -393,7 +393,8 @@ static void unit(const Linear *l, int64_t at, const float *x, int64_t rows, int6
     for (; l->more && at >= l->own; l = l->more) at -= l->own;
     if (l->bits) {
         for (int64_t r = 0; r < rows; r += size)
-            quantized_tile(l, at, (const Inputs *)(x + r * input_floats(l)), rows - r < size ? rows - r : size, sum + r);
+            quantized_tile(l, at, (const Inputs *)(x + r * input_floats(l)), rows - r < size ? rows - r : size,
+                           far && rows <= size, sum + r);
         return;
     }
     const int64_t cells = l->read / PER_CELL, block = l->inputs / PER_CELL * BLOCK;

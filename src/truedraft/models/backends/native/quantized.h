@@ -33,6 +33,9 @@
 #ifndef PREFETCH_FAR /* the same for the second */
 #define PREFETCH_FAR 0
 #endif
+#ifndef PASSING /* whether weights that are read once are prefetched past the outer caches, where the processor can */
+#define PASSING 0
+#endif
 #ifndef LEAST_TILED
 #define LEAST_TILED 10 /* rows from which on tiles are quicker */
 #endif
@@ -218,10 +221,12 @@ static inline __attribute__((always_inline)) words codes_at(const uint8_t *codes
     return low;
 }
 
-/* Prefetches as many bytes of what follows as a group's weights have. */
-static inline __attribute__((always_inline)) void prefetch_after(const uint8_t *w, int64_t bytes) {
+/* Prefetches as many bytes of what follows as a group's weights have. Weights that are read `once` before others have
+ * taken their place in all caches are not kept in them: a draft's weights, keys and the host's own data are, then. */
+static inline __attribute__((always_inline)) void prefetch_after(const uint8_t *w, int64_t bytes, const int once) {
     for (int64_t i = 0; i < bytes; i += 64) {
-        if (PREFETCH_NEAR) __builtin_prefetch(w + i + PREFETCH_NEAR, 0, 3);
+        if (PREFETCH_NEAR && PASSING && once) __builtin_prefetch(w + i + PREFETCH_NEAR, 0, 0);
+        else if (PREFETCH_NEAR) __builtin_prefetch(w + i + PREFETCH_NEAR, 0, 3);
         if (PREFETCH_FAR) __builtin_prefetch(w + i + PREFETCH_FAR, 0, 2);
     }
 }
@@ -289,7 +294,7 @@ static inline __attribute__((always_inline)) void tiled_group(
 
 /* The same sums as those of `quantized_rows`, to the last bit. */
 static inline __attribute__((always_inline)) void quantized_tiles(
-    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, int once, lanes (*sum)[SUMS]) {
     const int halves = kind == HALVES ? 2 : 1;
     const int64_t second = rows > TILE_ROWS ? rows / 2 : 0, first = rows - second, block = code_bytes(bits) / SUMS;
     const uint8_t *head = w;
@@ -298,7 +303,7 @@ static inline __attribute__((always_inline)) void quantized_tiles(
     shape_tiles(first, second, PER_SCALE / halves);
     memset(sum, 0, rows * sizeof *sum);
     for (int64_t g = 0; g < groups; g++, w += code_bytes(bits), x += rows) {
-        prefetch_after(w, scale_bytes(kind) + code_bytes(bits));
+        prefetch_after(w, scale_bytes(kind) + code_bytes(bits), once);
         if (g % PER_HEAD == 0) head = w, w += head_bytes(kind);
         const uint8_t *scales = w;
         w += scale_bytes(kind);
@@ -322,7 +327,7 @@ static inline __attribute__((always_inline)) void quantized_tiles(
 /* Some rows against one unit of outputs: what a group's codes are is found out once for all of them. What follows is
  * prefetched in equal shares between products: all at once, it holds these up where there are several rows. */
 static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
-    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
+    const uint8_t *w, int64_t groups, const int bits, const int kind, const Inputs *x, int64_t rows, int once, lanes (*sum)[SUMS]) {
     const int64_t share = (scale_bytes(kind) + code_bytes(bits)) / SUMS;
     const uint8_t *head = w;
     memset(sum, 0, rows * sizeof *sum);
@@ -332,7 +337,7 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
         const uint8_t *scales = w;
         w += scale_bytes(kind);
         EACH_VECTOR for (int b = 0; b < SUMS; b++) {
-            prefetch_after(first + b * share, share);
+            prefetch_after(first + b * share, share, once);
             const uint8_t *at = w + b * LANES / BLOCK * (code_bytes(bits) / (UNIT / BLOCK)) + b * LANES % BLOCK * 4;
             const Maker made = maker_of(head, scales, bits, kind, b);
             words codes[QUADS];
@@ -347,15 +352,15 @@ static inline __attribute__((always_inline)) MAY_BE_LATE void quantized_rows(
 }
 
 /* A tile of rows of quantised inputs against one unit of outputs, of one form that weights come in: sums `[rows][SUMS]`. */
-typedef void Form(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]);
+typedef void Form(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, int once, lanes (*sum)[SUMS]);
 #if TILES
 #define TILE_OF(B, K) \
-    if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, sum); \
-    else quantized_tiles(w, groups, B, K, x, rows, sum);
+    if (rows < LEAST_TILED * (K == HALVES ? 2 : 1)) quantized_rows(w, groups, B, K, x, rows, once, sum); \
+    else quantized_tiles(w, groups, B, K, x, rows, once, sum);
 #else
-#define TILE_OF(B, K) quantized_rows(w, groups, B, K, x, rows, sum);
+#define TILE_OF(B, K) quantized_rows(w, groups, B, K, x, rows, once, sum);
 #endif
-#define FORM(NAME, B, K) MAY_BE_LATE void NAME(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) { TILE_OF(B, K) }
+#define FORM(NAME, B, K) MAY_BE_LATE void NAME(const uint8_t *w, int64_t groups, const Inputs *x, int64_t rows, int once, lanes (*sum)[SUMS]) { TILE_OF(B, K) }
 
 /* All forms, bits and kind, take longer to compile than all else, and a model has one to three of them. So a library may have
  * none (SEPARATE), and each be a library of its own (FORM_BITS, FORM_KIND), whose function is handed to the first. */
@@ -378,8 +383,8 @@ void truedraft_take_form(int64_t bits, int64_t kind, Form *form) { forms[bits * 
 /* By which of these products are made here: 2, 1 or 0. */
 int truedraft_dot(void) { return DOT; }
 
-static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs *x, int64_t rows, lanes (*sum)[SUMS]) {
-    forms[l->bits * 8 + l->scales]((const uint8_t *)(l->weights + at * unit_cells(l)), groups_of(l), x, rows, sum);
+static MAY_BE_LATE void quantized_tile(const Linear *l, int64_t at, const Inputs *x, int64_t rows, int once, lanes (*sum)[SUMS]) {
+    forms[l->bits * 8 + l->scales]((const uint8_t *)(l->weights + at * unit_cells(l)), groups_of(l), x, rows, once, sum);
 }
 
 /* Some weights of a layer as numbers, as whoever wrote the file reads them: every product and sum is rounded. Outputs are
