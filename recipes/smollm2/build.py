@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from recipes.common import ROOT, command, say, told
 from recipes.smollm2.pack import read_draft, write_gguf
 from recipes.smollm2.prompts import written_prompts
-from truedraft.drafters.registry import RECORD
+from truedraft.drafters.registry import RECORD, write_draft_ids
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
 from truedraft.measure import TREE_TEMPERATURES
@@ -40,7 +40,7 @@ from truedraft.training.report import HeadResult, write_head_card
 from truedraft.training.texts.answer_writer import Watch, WritingConfig, ask_itself, write_answers
 from truedraft.training.texts.data import Curriculum, copy_tokenizer, read_data
 from truedraft.training.texts.prompts import PromptSets, shuffled
-from truedraft.training.texts.self_distillation import AnswerFiles
+from truedraft.training.texts.self_distillation import AnswerFiles, read_answers
 from truedraft.training.workspace import WORK, TimeBudget
 
 SEED = 7
@@ -185,6 +185,18 @@ def _pack(options: argparse.Namespace) -> None:
     (folder / RECORD).write_text(json.dumps(record | {"vocab_size": config["vocab_size"]}, indent=1) + "\n")
 
 
+def _ids(options: argparse.Namespace) -> None:
+    """Records with the packed draft the ids that the answers' distributions make likeliest, which it guesses among."""
+    weight = load_causal_lm(options.target).get_output_embeddings().weight.detach().to(options.device).float()
+    text = read_answers(options.run, TRAIN_TEXT, weight.shape[1])
+    mass = torch.zeros(len(weight), dtype=torch.float64, device=options.device)
+    for first in range(0, len(text.bits), 512):
+        mass += torch.softmax(text.hidden(slice(first, first + 512)).to(weight) @ weight.T, -1).sum(0)
+    likeliest = mass.argsort(descending=True, stable=True)[: DraftConfig().draft_vocab]
+    write_draft_ids(PACKED, likeliest.tolist())
+    say(f"{len(likeliest):,} ids have {float(mass[likeliest].sum() / mass.sum()):.4f} of the mass")
+
+
 def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     out = options.run / config.head.kind
     width = AutoConfig.from_pretrained(options.target).hidden_size
@@ -212,6 +224,7 @@ STAGES = {
     "medusa": _medusa,
     "redrafter": _redrafter,
     "pack": _pack,
+    "ids": _ids,
 }
 
 

@@ -145,14 +145,14 @@ def test_quotes_keep_commas_in_paths_and_values(target: MarkovModel, loaded: lis
 
 @pytest.mark.parametrize("word", KINDS)
 def test_the_table_of_words_has_the_options_of_the_drafters(word: str) -> None:
-    """With their defaults, where these are numbers; two are options of the word draft alone."""
+    """With their defaults, where these are numbers; three are options of the word draft alone."""
     kind = KINDS[word]
     made = {"draft": DraftModel, "cascade": Cascade}.get(word) or dotted(kind.made)
-    parts = {"draft": {"model"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
+    parts = {"draft": {"model", "ids"}, "cascade": {"drafter", "middle"}}.get(word, {*kind.parts})
     found = [*inspect.signature(made).parameters.items()]
     found += [each for part in kind.parts.values() for each in inspect.signature(dotted(part)).parameters.items()]
     parameters = {name: each.default for name, each in found if name not in {"path", "target", "head", *parts}}
-    assert set(kind.options) == set(parameters) | ({"async", "kv_dtype"} if word == "draft" else set())
+    assert set(kind.options) == set(parameters) | ({"async", "kv_dtype", "draft_vocab"} if word == "draft" else set())
     for name, default in parameters.items():
         if type(default) in (int, float):
             assert float(kind.options[name]) == default, name

@@ -80,6 +80,17 @@ def test_numbers_are_bit_equal_to_those_of_the_gguf_package(kind: str) -> None:
             for together in (None, UNIT):  # read whole, and a unit at a time
                 linear = weights._coded([kept(weight, together)], None, False)
                 assert torch.equal(decoded(weights, library, linear), reference(kind, data))
+            some = order[: len(order) // 2 + 3]
+            assert torch.equal(decoded(weights, library, weights.outputs(linear, some)), reference(kind, data)[some])
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, None], ids=str)
+def test_a_narrowed_model_has_the_logits_of_its_ids_bit_for_bit(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    model = load_model("embedded:draft" if dtype else write(tmp_path / "a.gguf", "llama", MIXED), dtype=dtype or "auto")
+    ids = torch.randperm(model.vocab_size, generator=torch.Generator().manual_seed(2))[:37]
+    whole, some = (logits(each, IDS[:9]) for each in (model, model.narrowed(ids)))
+    assert some.shape == (9, 37)
+    assert torch.equal(some, whole[:, ids])
 
 
 def test_parts_that_are_quantised_in_other_ways_lie_behind_each_other() -> None:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from training.conftest import SHAPE
 from truedraft import Engine, SamplingParams, load_model
-from truedraft.drafters import DraftModel
+from truedraft.drafters import DraftModel, from_spec
 from truedraft.errors import (
     DataError,
     ModelError,
@@ -181,6 +181,16 @@ def test_an_end_of_text_that_only_the_configuration_names_is_used(train, target_
     train(config(steps=2), target=tmp_path / "target")
     assert np.fromfile(tmp_path / "out" / "work" / "train.bin", dtype=np.uint32)[0] == 7
     assert DraftModel(load_model(tmp_path / "out")).check(load_model(tmp_path / "target")) is None
+
+
+def test_the_likeliest_ids_of_the_text_are_recorded_and_measured_with(train, target_folder, tmp_path):
+    train(replace(config(steps=2), draft_vocab=20))
+    text = np.fromfile(tmp_path / "out" / "work" / "train.bin", dtype=np.uint32)
+    counts = np.bincount(text)
+    recorded = json.loads((tmp_path / "out" / "draft_ids.json").read_text())["ids"]
+    assert len(recorded) == 20 and counts[recorded].tolist() == sorted(counts.tolist(), reverse=True)[:20]
+    drafter = from_spec(f"draft:{tmp_path / 'out'}", load_model(target_folder))
+    assert drafter.ids.tolist() == sorted(recorded)
 
 
 def test_interrupted_and_called_again_it_goes_on(train):

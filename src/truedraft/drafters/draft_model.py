@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
+from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.tree_builder import SiblingChains, TreeBuilder, draw_chains, draw_level, judged_if_it_fails
-from truedraft.errors import CompositionError, OptionError, VocabularyMismatchError
+from truedraft.errors import CompositionError, OptionError, UnsupportedModelError, VocabularyMismatchError
 from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.cache import FEW, PrefixCache, RequestCache, bounded
 
@@ -37,6 +39,8 @@ class DraftModel(Drafter):
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token to which the draft gave less than this; the token stays.
         context: most tokens of a text that it sees and keeps, the first and the last ones (`BoundedContext`).
+        ids: token ids `[guessed]`, int64, among which it guesses, if its forward can compute their logits alone
+            (FR-Spec, Zhao et al. 2502.14856); None is all of them.
     """
 
     name: ClassVar[str] = "draft"
@@ -50,6 +54,7 @@ class DraftModel(Drafter):
         min_probability: float = 0.0,
         chains: int = 1,
         context: int | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         check_nodes("chains", chains)
@@ -62,6 +67,8 @@ class DraftModel(Drafter):
             len(self.branching), max(self.branching, default=0), nodes_of(self.branching), min_probability
         )
         self.model: LanguageModel = model
+        self.ids = ids
+        self.narrow()
         self.caches: dict[int, RequestCache] = {}
         self.prefixes = PrefixCache()
         drops = model.pool is not None and model.pool.drops
@@ -72,7 +79,15 @@ class DraftModel(Drafter):
 
     def resized(self, **sizes: Any) -> DraftModel:
         least, context = self.limits.min_probability, self.context
-        return DraftModel(self.model, min_probability=least, context=context, **sizes)
+        return DraftModel(self.model, min_probability=least, context=context, ids=self.ids, **sizes)
+
+    def narrow(self) -> None:
+        """Compute logits of `ids` alone from now on; call it again when the model's weights have changed."""
+        self._guessing: LanguageModel = self.model
+        self._ids: DraftIds | None = None
+        if self.ids is not None:
+            with contextlib.suppress(UnsupportedModelError):
+                self._guessing, self._ids = self.model.narrowed(self.ids), DraftIds(self.ids, self.model.vocab_size)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:
@@ -133,7 +148,7 @@ class DraftModel(Drafter):
         logits = self._catch_up([builder.request for builder in level]) if level else None
         with judged_if_it_fails(builders):
             while logits is not None:
-                level = draw_level(level, logits)
+                level = draw_level(level, logits, self._ids)
                 logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
 
@@ -193,7 +208,7 @@ class DraftModel(Drafter):
 
     def _read(self, batch: Sequence[DraftRequest], *, whole: bool) -> Tensor:
         segments = self._segments(batch, whole=whole)
-        output = self.model.forward(segments)
+        output = self._guessing.forward(segments)
         for segment in segments:
             segment.cache.commit(range(len(segment.shape)))
         return output.logits
@@ -213,7 +228,7 @@ class DraftModel(Drafter):
         return segments
 
     def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
-        return self.model.forward([builder.segment() for builder in builders]).logits
+        return self._guessing.forward([builder.segment() for builder in builders]).logits
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the accepted path of the draft's own tree; its last level was never fed, so it cannot be kept."""

@@ -200,9 +200,7 @@ def drawing_for(params: SamplingParams, width: int) -> Drawing:
     return INDEPENDENT_DRAWS if width == 1 else _WITHOUT_REPLACEMENT
 
 
-def fetch_children(
-    tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int
-) -> list[list[Child]]:
+def fetch_children(tokens: Tensor, probs: Tensor | None, nodes: Sequence[OpenNode], vocab: int) -> list[list[Child]]:
     """The children of each node, from tokens of `Drawing.draw` and their probabilities `[nodes, draws]`, in one
     transfer; None: 1.
     """

@@ -26,6 +26,7 @@ ENGINES = ("vllm", "sglang", "llamacpp", "speculators")
 RECORD = "drafter.json"
 """File in the folder of a draft model or a table that names its target."""
 TABLE = "table.ngram"
+IDS = "draft_ids.json"
 """Name of an n-gram table in the output folder of a training."""
 
 _CONFIG = "config.json"
@@ -147,6 +148,32 @@ def write_record(
         _write_whole(folder / RECORD, about | {"figures": dict(figures)})
     except OSError as error:
         raise ModelError(f"cannot write {str(folder / RECORD)!r} ({error.strerror}); make room there") from error
+
+
+def write_draft_ids(folder: Path, ids: Sequence[int]) -> None:
+    """Record the ids among which a draft model guesses, the most frequent first; raises OSError."""
+    with written_whole(folder / IDS) as made:
+        made.write(json.dumps({"ids": list(ids)}).encode() + b"\n")
+
+
+def read_draft_ids(folder: Path, vocab_size: int, count: int | None = None) -> list[int] | None:
+    """The first `count` of the recorded ids (all by default), ascending; None without a record, or with none left out.
+
+    Raises:
+        ModelError: they are not different ids of the vocabulary.
+    """
+    if not (folder / IDS).is_file():
+        return None
+    found = object_of(folder / IDS).get("ids")
+    ids: list[Any] = found if isinstance(found, list) else []
+    known = all(isinstance(each, int) and 0 <= each < vocab_size for each in ids)
+    if not ids or not known or len(set(ids)) < len(ids):
+        raise ModelError(
+            f"{str(folder / IDS)!r} does not name different ids below {vocab_size}; remove it, then the draft guesses "
+            "among all ids"
+        )
+    some = ids if count is None else ids[:count]
+    return sorted(some) if some and len(some) < vocab_size else None
 
 
 class Registry:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from truedraft.core.budget import Budget
 from truedraft.drafters.kinds import KINDS, Kind, trained_kinds
-from truedraft.drafters.registry import find_drafters
+from truedraft.drafters.registry import find_drafters, read_draft_ids
 from truedraft.errors import (
     CompositionError,
     ModelNotFoundError,
@@ -27,6 +27,8 @@ from truedraft.files import refuse_lost_model, user_path
 from truedraft.options import Words, called, imported_module, read_whole
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from truedraft.drafters.base import Drafter
     from truedraft.drafters.draft_model import DraftModel
     from truedraft.drafters.portfolio import Portfolio
@@ -416,11 +418,20 @@ def _shared_ids(path: str | None, target: LanguageModel, kv_dtype: str = "auto")
     return model
 
 
+def _likeliest_ids(path: str | None, target: LanguageModel, draft_vocab: int | None = None) -> Tensor | None:
+    import torch
+
+    if draft_vocab is not None and draft_vocab < 0:
+        raise OptionError(f"draft_vocab must be 0 (all ids) or more, got {draft_vocab}")
+    ids = None if path is None or draft_vocab == 0 else read_draft_ids(user_path(path), target.vocab_size, draft_vocab)
+    return None if ids is None else torch.tensor(ids)
+
+
 def _draft_model(words: Words, target: LanguageModel) -> DraftModel:
     from truedraft.drafters.draft_model import DraftModel
 
     given = {"path": words.path, "target": target}
-    drafter: DraftModel = called(DraftModel, words.options, given, {"model": _shared_ids})
+    drafter: DraftModel = called(DraftModel, words.options, given, {"model": _shared_ids, "ids": _likeliest_ids})
     return drafter
 
 
@@ -497,13 +508,15 @@ OWN: Mapping[str, Kind] = {
             "min_probability": "0",
             "context": "1024",
             "kv_dtype": "int8",
+            "draft_vocab": "8192",
             "async": "1",
         },
         "a smaller model, best with the same tokenizer, without MODEL the one trained for the target, or the embedded "
         "one: a chain, several chains that are merged where they agree, or by branching a tree of so many guesses at "
         "each depth; no further below a token of less than min_probability; of a long text it sees the first and the "
-        "last tokens, context in all; kv_dtype is that of its own keys and values; with async=1 another process drafts "
-        "on while the target verifies",
+        "last tokens, context in all; kv_dtype is that of its own keys and values; it guesses among the draft_vocab "
+        "likeliest ids that its training recorded, 0 for all; with async=1 another process drafts on while the target "
+        "verifies",
         widest={"num_speculative_tokens": "12"},
     ),
     "self": Kind(

@@ -111,7 +111,8 @@ class TreeBuilder(DraftTree):
         self._draws: list[tuple[Draw, ...]] = [()]  # by tree row
         self._confidence: list[float] = []  # the drafter's probabilities of the tokens
         self._survival = [1.0]  # by tree row
-        self._probs: list[Tensor] = []  # [nodes of a level, vocab]
+        self._probs: list[Tensor] = []  # [nodes of a level, guessed]
+        self._ids_of_probs: DraftIds | None = None  # of their columns; None is the whole vocabulary
         self._dists = 0  # nodes with drawn children
         self._fed = 0
         self._uncommitted = uncommitted
@@ -137,10 +138,16 @@ class TreeBuilder(DraftTree):
     def _width(self, node: int) -> int:
         return self._branching[self._depth] if self._counts is None else self._counts[self._ranks[node + 1]]
 
-    def add(self, children: Sequence[Sequence[tuple[int | Tensor, float]]], probs: Tensor | None) -> None:
-        """Add children below the open nodes; `probs`, `[open nodes, vocab]`: their distributions, or one-hot."""
+    def add(
+        self,
+        children: Sequence[Sequence[tuple[int | Tensor, float]]],
+        probs: Tensor | None,
+        ids: DraftIds | None = None,
+    ) -> None:
+        """Add children below the open nodes; `probs`, `[open nodes, guessed]`: their distributions, or one-hot."""
         if probs is not None:
             self._probs.append(probs)
+        self._ids_of_probs = ids
         opened: list[int] = []
         for dist, (parent, own) in enumerate(zip(self.open, children, strict=True), self._dists):
             draws = []
@@ -203,6 +210,8 @@ class TreeBuilder(DraftTree):
         if not self.on_device:
             tree.keep_host_ids(self.tokens)
         probs = torch.cat(self._probs) if len(self._probs) > 1 else next(iter(self._probs), None)
+        if probs is not None and self._ids_of_probs is not None:
+            probs = self._ids_of_probs.whole(probs, 0.0)
         return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
 
     def _ids(self, first: int) -> Tensor:
@@ -462,9 +471,8 @@ def _draw_alike(
     if ids is not None:
         names: Any = ids.ids if first.on_device else ids.on_host
         children = [[(names[place], chance) for place, chance in own] for own in children]
-        probs = None if probs is None else ids.whole(probs, 0.0)
     start = 0
     for builder, own in zip(builders, nodes, strict=True):
         rows = slice(start, start + len(own))
-        builder.add(children[rows], None if probs is None else probs[rows])
+        builder.add(children[rows], None if probs is None else probs[rows], ids)
         start = rows.stop

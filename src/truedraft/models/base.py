@@ -237,6 +237,13 @@ class LanguageModel(Reader, ABC):
         """
         raise UnsupportedModelError(f"{self.name} has no weights that could be quantised")
 
+    def narrowed(self, ids: Tensor) -> LanguageModel:
+        """This model with logits `[rows, len(ids)]` of some ids alone, in their order; it shares weights and caches.
+
+        Forwards of the two wait for each other. Raises UnsupportedModelError: its forward computes those of all ids.
+        """
+        raise UnsupportedModelError(f"{self.name} computes logits of all ids")
+
     def check_room(self) -> None:
         """Raise ModelError if weights still to be made failed before, or do not fit into the free memory."""
         if self.failure is not None:

@@ -252,6 +252,12 @@ class HuggingFaceModel(LanguageModel):
         twin._threads = None if self._threads is None else ThreadChoice()  # its forwards take other times
         return twin
 
+    def narrowed(self, ids: Tensor) -> HuggingFaceModel:
+        twin = copy.copy(self)  # the lock and the pool of caches are shared
+        twin._whole, twin.vocab_size = self, len(ids)
+        twin._backend = self._backend.narrowed(ids)
+        return twin
+
     @property
     def failure(self) -> str | None:  # type: ignore[override]
         return self._failures.get(self._bits) if self._bits else self._backend.failure

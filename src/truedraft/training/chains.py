@@ -31,6 +31,7 @@ from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
 from truedraft.training.report import HeadResult, Rows, size_of
+from truedraft.training.texts.data import ids_by_frequency
 from truedraft.training.texts.self_distillation import SelfDistillationData, WindowSampler, WrittenAnswer
 
 _WHOLE = 1 << 30  # positions of a window: an answer is read in one piece
@@ -158,9 +159,7 @@ class _NumberedAnswers(WindowSampler):
 
 def likeliest_ids(text: SelfDistillationData, count: int) -> Tensor:
     """The most frequent ids of a text, with the lowest others if there are too few: int64 `[count]`, ascending."""
-    counted = np.bincount(text.tokens)
-    order = sorted(range(max(count, len(counted))), key=lambda id_: (-counted[id_] if id_ < len(counted) else 0, id_))
-    return torch.tensor(sorted(order[:count]))
+    return torch.tensor(sorted(ids_by_frequency(text.tokens, count)[:count]))
 
 
 def chains_in(answer: WrittenAnswer, reach: int) -> dict[int, int]:

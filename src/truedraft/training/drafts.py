@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from truedraft.core.params import SamplingParams
 from truedraft.drafters.draft_model import DraftModel
-from truedraft.drafters.registry import write_record
+from truedraft.drafters.registry import read_draft_ids, write_draft_ids, write_record
 from truedraft.engine import Engine
 from truedraft.errors import (
     DataError,
@@ -65,6 +65,7 @@ from truedraft.training.texts.answer_writer import Source, Writing, WritingConfi
 from truedraft.training.texts.data import (
     Curriculum,
     copy_tokenizer,
+    ids_by_frequency,
     load_tokenizer,
     read_stream,
     stream_hash,
@@ -264,6 +265,8 @@ def train_draft(
         progress = train_with_callbacks(loop, hooks, remark, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
+        if 0 < config.draft_vocab < draft.config.vocab_size:
+            write_draft_ids(out, ids_by_frequency(train, config.draft_vocab)[: config.draft_vocab])
         result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
         try:
             length = config.curriculum.decay_length
@@ -376,17 +379,23 @@ def _measured(
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
     try:
         served, drafting = (load_model(each, device=config.device) for each in (target, out))
-        evaluations = chain_evaluations(served, drafting, prompts, budget)
+        ids = read_draft_ids(out, drafting.vocab_size)
+        guessed = None if ids is None else torch.tensor(ids)
+        evaluations = chain_evaluations(served, drafting, prompts, budget, guessed)
     except UnsupportedModelError as error:
         on_note(f"the draft was not measured in the engine: {error}")
     return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
 def chain_evaluations(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Sequence[int]], budget: TimeBudget | None = None
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    budget: TimeBudget | None = None,
+    ids: Tensor | None = None,
 ) -> list[EngineEvaluation]:
-    """Measure the default chain in the engine; arguments as in `measure_in_engine`."""
-    drafter = DraftModel(draft)
+    """Measure the default chain in the engine; arguments as in `measure_in_engine` and `DraftModel`."""
+    drafter = DraftModel(draft, ids=ids)
     about = {"num_speculative_tokens": drafter.limits.depth}
     rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
     return measure_in_engine(target, rounds, prompts, budget=budget)
@@ -453,7 +462,7 @@ def _identity(config: DraftConfig, **more: str) -> Identity:
     return {
         name: value
         for name, value in identity_of(config, **more).items()
-        if name.partition(".")[0] not in ("tokens", "writing", "" if config.on_policy else "on_policy")
+        if name.partition(".")[0] not in ("tokens", "writing", "draft_vocab", "" if config.on_policy else "on_policy")
     }
 
 

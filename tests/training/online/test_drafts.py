@@ -56,7 +56,9 @@ def test_what_is_promoted_serves_in_the_form_of_the_first_and_lies_as_a_folder(
     target, draft = load_model("embedded:target"), load_model("embedded:draft", weights=weights)
     first, form = logits(draft), (draft.fast_paths, draft.weight_bytes)
     learner = Unthreaded(tmp_path)
-    engine = Engine(target, DraftModel(draft, 3), controller="fixed", learner=learner)
+    ids = torch.arange(5, 90)
+    drafter = DraftModel(draft, 3, ids=ids)
+    engine = Engine(target, drafter, controller="fixed", learner=learner)
     plain = Engine(load_model("embedded:target")).generate(PROMPT, GREEDY).token_ids
     learner.student._promote(moved(learner.student.origin.module))
     assert torch.equal(logits(draft), first)
@@ -65,6 +67,7 @@ def test_what_is_promoted_serves_in_the_form_of_the_first_and_lies_as_a_folder(
     loaded = load_model(folder, weights=weights)
     assert torch.equal(logits(draft), logits(loaded)) and not torch.equal(logits(draft), first)
     assert (draft.fast_paths, draft.weight_bytes) == form
+    assert torch.equal(logits(drafter._guessing), logits(loaded)[:, ids])
     from_spec(f"draft:{folder}", target)  # with the target's tokenizer
 
     again = load_model("embedded:draft", weights=weights)

@@ -36,7 +36,7 @@ _LOSS_SHARE = 0.01  # share of the time that drafts that do not pay may lose, in
 _FIRST_LOSS, _MOST_SAVED = 12, 48  # plain steps of time that drafts may lose before any gain, and after large gains
 _LEAST_LOST = 0.1  # share of a plain step's time, because the first one finds caches cold
 _READY_WITHIN = 48  # tokens
-_COSTLY_LEVEL_S = 5e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
+_COSTLY_LEVEL_S = 2e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
 _SLOW = 0.1  # weight of one step in the moving averages of step times
 _PLANS = 5  # the median over so many plans is the planning time, because one of them may have measured costs
 

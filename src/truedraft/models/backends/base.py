@@ -113,6 +113,10 @@ class Backend(ABC):
         """A copy with linear weights of 8 or 4 bits, over the same caches; only one of the two may run at a time."""
         raise UnsupportedModelError("its forward has no products with such weights")
 
+    def narrowed(self, ids: Tensor) -> Backend:
+        """A copy with logits `[rows, len(ids)]` of these ids alone, over the same caches; as `quantized`."""
+        raise UnsupportedModelError("its forward computes logits of all ids")
+
     @abstractmethod
     def unembed(self, vectors: Tensor) -> Tensor:
         """LM head logits `[rows, ids]`, padded ids included, of vectors `[rows, up to width]`, row by row."""

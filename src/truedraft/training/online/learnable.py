@@ -23,7 +23,7 @@ from truedraft.drafters.heads.base import HeadDrafter, refuse_other_target
 from truedraft.drafters.heads.head import Head, VectorHead
 from truedraft.drafters.kinds import KINDS, dotted
 from truedraft.drafters.parallel.drafter import ParallelDraft
-from truedraft.drafters.registry import write_record
+from truedraft.drafters.registry import write_draft_ids, write_record
 from truedraft.errors import CompositionError
 from truedraft.models.architecture import load_causal_lm, save_llama, use_training_attention
 from truedraft.models.base import LanguageModel
@@ -461,6 +461,7 @@ class LearnableDrafts(Learnable[Any]):
 
         def changed() -> None:
             self._model.take_weights(twin)
+            self._drafter.narrow()
             self._drafter.prefixes.trim(0)  # they are from other weights
 
         return changed
@@ -470,6 +471,8 @@ class LearnableDrafts(Learnable[Any]):
         save_llama(module, folder, dtype=self.dtype)
         if self._model.tokenizer is not None:
             save_tokenizer(self._model.tokenizer.backend, folder)
+        if self._drafter.ids is not None:
+            write_draft_ids(folder, self._drafter.ids.tolist())
         write_record(folder, "draft", self._target.name, self._target.fingerprint, {}, self._target.sample)
 
     def load(self, folder: Path) -> PreTrainedModel:

@@ -163,6 +163,18 @@ class NativeBackend(Backend):
         twin.fast_paths = ("native forward", _weights_of(self._library, [bits]))
         return twin
 
+    def narrowed(self, ids: Tensor) -> NativeBackend:
+        head = self._model.lm_head
+        if head.more or head.bias:
+            raise UnsupportedModelError("its LM head has a bias, or is quantised in several ways")
+        twin = copy.copy(self)  # shares scratch memory, as above
+        twin._whole, twin._weights = self, Weights(self._library)
+        twin._model = CModel.from_buffer_copy(self._model)
+        twin._model.lm_head = twin._weights.outputs(head, ids.to(_CPU, torch.int64).contiguous())
+        twin._vocab = len(ids)
+        twin._lm_head = NativeLmHead(self._library, twin._model, self._dtype, self._scratch)
+        return twin
+
     def run(self, plan: ForwardPlan, layers: Sequence[int], pairs: Sequence[int] = ()) -> tuple[Tensor, ...]:
         """See `Backend`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
         tokens = plan.tokens

@@ -1228,6 +1228,17 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     return 0;
 }
 
+/* Copies the weights of some outputs, one behind another, to a layer that has no others. */
+void truedraft_copy_outputs(const Linear *from, const int64_t *outputs, int64_t count, const Linear *to) {
+    const int64_t cells = from->inputs / PER_CELL;
+    for (int64_t o = 0; o < count; o++) {
+        if (from->bits) copy_codes(from, outputs[o], to, o);
+        else for (int64_t k = 0; k < cells; k++)
+            ((cell *)to->weights)[(o / BLOCK * cells + k) * BLOCK + o % BLOCK] =
+                from->weights[(outputs[o] / BLOCK * cells + k) * BLOCK + outputs[o] % BLOCK];
+    }
+}
+
 /* Of rows of logits the ids of the `ranks` largest, with the logs of their probabilities. */
 void truedraft_likeliest(const element *logits, int64_t rows, int64_t stride, int64_t vocab, int64_t ranks, float *values, int64_t *ids) {
     for (int64_t r = 0; r < rows; r++) {

@@ -224,6 +224,19 @@ class Weights:
         made.order = linear.order
         return made
 
+    def outputs(self, linear: CLinear, outputs: Tensor) -> CLinear:
+        """A layer without a bias that has some outputs of another one, as `outputs`, int64, names them."""
+        made = CLinear.from_buffer_copy(linear)
+        made.outputs = len(outputs)
+        made.own = -(-len(outputs) // UNIT) if linear.bits else 0
+        memory = _huge(self.bytes_of(made), torch.uint8)
+        made.weights = memory.data_ptr()
+        self._library.truedraft_copy_outputs(
+            ctypes.byref(linear), c_void_p(outputs.data_ptr()), c_int64(len(outputs)), ctypes.byref(made)
+        )
+        self._kept.append(memory)
+        return made
+
 
 def _outputs_of(parts: Sequence[StoredWeight]) -> int:
     return sum(part.shape[0] for part in parts)

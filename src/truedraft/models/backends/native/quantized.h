@@ -476,6 +476,23 @@ void truedraft_lay_out(const Linear *l, const Coded *from, int64_t rows, int64_t
     }
 }
 
+/* Copies one output's weights to a place of another layer of the same form. */
+static void copy_codes(const Linear *from, int64_t output, const Linear *to, int64_t place) {
+    static const int64_t each[][2] = {[ONE] = {2}, [SHIFTED] = {2, 2}, [ZEROED] = {2, 1}, [NESTED] = {1, 1}, [HALVES] = {1, 1}, [WIDE] = {4}, [WIDE_ZEROED] = {4, 1}};
+    const int64_t kind = from->scales, block = code_bytes(from->bits) / (UNIT / BLOCK), a = output % UNIT, b = place % UNIT;
+    const uint8_t *w = (const uint8_t *)from->weights + output / UNIT * unit_bytes(from);
+    uint8_t *out = (uint8_t *)to->weights + place / UNIT * unit_bytes(to);
+    for (int64_t g = 0; g < groups_of(from); g++) {
+        const int64_t heads = g % PER_HEAD ? 0 : head_bytes(kind) / (2 * UNIT);
+        for (int64_t i = 0; i < heads; i++, w += 2 * UNIT, out += 2 * UNIT) memcpy(out + 2 * b, w + 2 * a, 2);
+        for (int i = 0; i < 2; w += each[kind][i] * UNIT, out += each[kind][i] * UNIT, i++)
+            memcpy(out + each[kind][i] * b, w + each[kind][i] * a, each[kind][i]);
+        for (int64_t i = 0; i < block; i += BLOCK * 4)
+            memcpy(out + b / BLOCK * block + i + b % BLOCK * 4, w + a / BLOCK * block + i + a % BLOCK * 4, 4);
+        w += code_bytes(from->bits), out += code_bytes(from->bits);
+    }
+}
+
 /* 0 of scales whose inverse is beyond numbers: weights that small become 0. */
 static inline lanes inverse(lanes scale) { return choose(absolute(scale) < 1e-37f, all(0.0f), 1.0f / scale); }
 static inline lanes clamped(lanes v, float low, float high) {
