@@ -44,7 +44,7 @@ class FakeTimes(StepTimes):
     def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
         return self.tokens.get(drafter, self.token_s) * depth * (1.0 + 0.2 * (requests - 1))
 
-    def catch_up_s(self, drafter: str, behind: int) -> float:
+    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
         return 0.0
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:

@@ -122,7 +122,7 @@ class Times:
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._draft(depth)
 
-    def catch_up_s(self, drafter: str, behind: int) -> float:
+    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
         return 0.0
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
@@ -137,7 +137,7 @@ class Times:
         rest = self._judging if record.drafting else self._plain
         self._settled += not record.drafting and self.together >= _SETTLED
         if record.drafting or self.together >= _SETTLED:
-            rest.add(record.rows / self.active, record.total_s - record.draft_s - record.target_s)
+            rest.add(record.rows / self.active, record.total_s - record.decide_s - record.draft_s - record.target_s)
         for each in record.drafting:
             self._draft.add(each.depth, each.seconds)
 
@@ -214,7 +214,7 @@ class Windows:
         times = (DraftTime(_DRAFT, 1, depth, sum(drafted), 0, draft_s),) if depth else ()
         # One step represents the batch, except for its rows, of which it gets the rest.
         steps[0].rows += rows - sum(step.rows for step in steps)
-        self._controller.observe(StepRecord(tuple(steps), draft_s, target_s, 0.0, total_s, choose_s, times))
+        self._controller.observe(StepRecord(tuple(steps), draft_s, target_s, 0.0, choose_s + total_s, choose_s, times))
         if self._opening:
             self._opening -= depth > 0
             tried = self._opening <= _OPENING - _HOPELESS and self.times.settled

@@ -263,13 +263,13 @@ def test_what_is_known_is_measured_better_in_a_two_hundredth_of_the_time(
 
 def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> None:
     times, clock, _ = times_of()
-    assert times.catch_up_s("a", 2) == 0.0
-    assert times.catch_up_s("a", 12) == pytest.approx(10 * 0.05 * DRAFT_S)
+    assert times.catch_up_s("a", 2, True) == 0.0
+    assert times.catch_up_s("a", 12, True) == pytest.approx(10 * 0.05 * DRAFT_S)
     for _ in range(60):
         clock.now += 0.02
         spent = DraftTime("a", 1, 4, 4, 22, 4 * DRAFT_S + 20 * 0.0004)
         times.observe(record(0.011 + spent.seconds, 5, [spent]))
-    assert times.catch_up_s("a", 12) == pytest.approx(10 * 0.0004, rel=0.05)
+    assert times.catch_up_s("a", 12, True) == pytest.approx(10 * 0.0004, rel=0.05)
     assert times.drafting_s("a", 1, 4, True) == pytest.approx(4 * DRAFT_S), "which says nothing of drafting"
 
 

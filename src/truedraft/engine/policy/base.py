@@ -19,7 +19,7 @@ class StepTimes(Protocol):
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         """Seconds of a drafter's proposals with the usual catch-up; `depth` may be a mean of levels."""
 
-    def catch_up_s(self, drafter: str, behind: int) -> float:
+    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
         """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:

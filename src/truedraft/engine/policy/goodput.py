@@ -220,7 +220,7 @@ class Goodput(Controller):
                 continue
             limits = view.limits[drafter].cut(room)
             gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
-            late_s = self._timing.catch_up_s(drafter, hint.behind)
+            late_s = self._timing.catch_up_s(drafter, hint.behind, view.params.greedy)
             odds = None
             if hint.confident and self._level_s(drafter, view.params.greedy) >= _COSTLY_LEVEL_S:
                 odds = self._odds_of(own, drafter).odds
@@ -328,13 +328,16 @@ class Goodput(Controller):
         self._step += steps
         self._timing.observe(record, steps, self._decide_s / (1 + self.rests))
         if record.settled and not record.prefill:
-            self._steps_s += _SLOW * (record.total_s - self._steps_s) if self._steps_s else record.total_s
-            self._decide_s += _SLOW * (record.decide_s - self._decide_s)
-            took = record.total_s if steps == 1 else min(steps * record.total_s, now - self._observed)
+            rest_s = record.total_s - record.decide_s
+            decide_s = min(record.decide_s, rest_s)  # it takes more only where costs are measured in it
+            total_s = rest_s + decide_s
+            self._steps_s += _SLOW * (total_s - self._steps_s) if self._steps_s else total_s
+            self._decide_s += _SLOW * (decide_s - self._decide_s)
+            took = total_s if steps == 1 else min(steps * total_s, now - self._observed)
             earned_s = self._probing * took * (_PLAIN_SHARE if record.nodes else 1.0)
             if not record.nodes:
                 self._plain_at = now
-            earned_s += max(_SAVED_TIMES * self._probing * self._keep_balance(record, took), -earned_s)
+            earned_s += max(_SAVED_TIMES * self._probing * self._keep_balance(record, total_s, took), -earned_s)
             self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
         self._observed = now
         for step in record.requests:
@@ -358,7 +361,7 @@ class Goodput(Controller):
         """Whether drafts that pay in expectation are made; after losses only probes are made."""
         return self._balance_s is None or self._balance_s > 0.0
 
-    def _keep_balance(self, record: StepRecord, took_s: float) -> float:
+    def _keep_balance(self, record: StepRecord, total_s: float, took_s: float) -> float:
         """Add and return the seconds that a step saved over plain decoding, or lost: where plain steps take 3 ms a
         token, a step of 6 ms that emitted one token lost 3 ms, one that emitted three saved 3 ms.
         """
@@ -371,8 +374,9 @@ class Goodput(Controller):
         could = self._may_lose
         saved_s = 0.0
         if record.nodes and self._probe is None:
-            late_s = sum(self._timing.catch_up_s(each.drafter, each.behind) for each in record.drafting)
-            saved_s = sum(step.emitted for step in record.requests) / plain.rate - (record.total_s - late_s)
+            greedy = all(step.greedy for step in record.requests)
+            late_s = sum(self._timing.catch_up_s(each.drafter, each.behind, greedy) for each in record.drafting)
+            saved_s = sum(step.emitted for step in record.requests) / plain.rate - (total_s - late_s)
         self._balance_s = min(self._balance_s + _LOSS_SHARE * took_s + saved_s, _MOST_SAVED * step_s)
         if could != self._may_lose:
             self._kept = 0  # a new plan

@@ -40,6 +40,7 @@ STEPS = 50
 """Steps in the median that a curve is checked by."""
 LITTLE_DOUBT = 0.1
 """Doubt up to which a measurement is final; one in more doubt is used until there is a better one."""
+_DOUBTED = 2.0  # doubt of a measurement that steps parted from
 _FORMAT = 3  # earlier ones may hold forwards of GPUs that were only being captured
 _REST_S = 60.0
 _ALIKE = 1.15
@@ -89,6 +90,8 @@ class CostStore:
                 return read_record(kind, kept.get("cost")), None
             except OptionError as error:
                 problem = f"in {self.path(key)} are damaged ({error})"
+        elif problem is None and kept.get("doubted"):
+            problem = f"are doubted (steps took {kept.get('parted')} times what they say)"
         return None, problem and f"the kept costs of {key.what} {problem}; they are measured again"
 
     def doubt(self, key: CostKey) -> float:
@@ -106,7 +109,7 @@ class CostStore:
         return self._write(key, record | {"measured_at": self.clock(), "parted": before, "doubt": round(doubt, 3)})
 
     def judge(self, key: CostKey, ratio: float, parted: bool) -> None:
-        """Record the ratio of step times to a kept cost; if they `parted`, `load` no longer returns it. Not within a
+        """Record the ratio of step times to a kept cost; if they `parted`, its doubt is above any other. Not within a
         minute after it was measured, nor where measuring again would not change the ratio.
         """
         kept, _ = self._read(key)
@@ -132,8 +135,7 @@ class CostStore:
             return kept, f"in {path} are of no known format"
         if changed := _changed(kept["state"], json.loads(json.dumps(key.state, default=str))):
             return kept, f"are stale ({changed})"
-        doubted = f"are doubted (steps took {kept.get('parted')} times what they say)" if kept.get("doubted") else None
-        return kept, doubted
+        return kept, None
 
     def _write(self, key: CostKey, record: Mapping[str, Any]) -> str | None:
         try:
@@ -146,7 +148,9 @@ class CostStore:
 
 
 def _doubt_of(kept: Mapping[str, Any]) -> float:
-    found = kept.get("doubt", 0.0)  # earlier versions kept nothing that was in doubt
+    found = (
+        _DOUBTED if kept.get("doubted") else kept.get("doubt", 0.0)
+    )  # earlier versions kept nothing that was in doubt
     return float(found) if isinstance(found, int | float) else 1.0
 
 
@@ -406,8 +410,8 @@ class StepCosts:
     def _measuring(self) -> dict[str, Any]:
         return {"store": self._short, "progress": self._progress, "refresh": self._refresh}
 
-    def _has_forwards(self) -> bool:
-        for store, doubt in ((self._store, LITTLE_DOUBT), (self._short, 1.0)):
+    def _has_forwards(self, most_doubt: float = 1.0) -> bool:
+        for store, doubt in ((self._store, LITTLE_DOUBT), (self._short, most_doubt), (self._store, most_doubt)):
             if self._forwards is None and not self._refresh:
                 self._forwards = store.load(self._target_key, TargetCost, doubt)[0]
         return self._forwards is not None
@@ -428,7 +432,7 @@ class StepCosts:
         names of drafters that failed.
         """
         found: list[Growing[Any]] = []
-        known, at = self._has_forwards(), self._target_key
+        known, at = self._has_forwards(_DOUBTED), self._target_key  # a factor is corrected meanwhile
         if not known or (not self._given and min(self._store.doubt(at), self._short.doubt(at)) > LITTLE_DOUBT):
             times = TargetTimes(self.target)
             take = partial(setattr, self, "_forwards")

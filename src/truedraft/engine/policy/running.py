@@ -151,11 +151,11 @@ class RunningTimes:
             self._proposals[key] = seconds
         return self._proposals[key]
 
-    def catch_up_s(self, drafter: str, behind: int) -> float:
+    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
         if behind <= 2:
             return 0.0
         if drafter not in self._read_s:
-            self._read_s[drafter] = _READ_TOKEN * self._proposals_s(drafter, 1, 1, greedy=True)
+            self._read_s[drafter] = _READ_TOKEN * self._proposals_s(drafter, 1, 1, greedy)
         return (behind - 2) * self._read_s[drafter]
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
