@@ -85,9 +85,11 @@ class DraftModel(Drafter):
         """Compute logits of `ids` alone from now on; call it again when the model's weights have changed."""
         self._guessing: LanguageModel = self.model
         self._ids: DraftIds | None = None
+        self.guessed: int | None = None  # public, for costs are kept by it
         if self.ids is not None:
             with contextlib.suppress(UnsupportedModelError):
                 self._guessing, self._ids = self.model.narrowed(self.ids), DraftIds(self.ids, self.model.vocab_size)
+                self.guessed = len(self.ids)
 
     @property
     def kinds(self) -> frozenset[DrawKind]:

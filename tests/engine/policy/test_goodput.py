@@ -503,6 +503,18 @@ def test_steps_between_two_decisions_are_learnt_from() -> None:
     assert found == pytest.approx(9 + kept * tried, rel=0.03)
 
 
+def test_costs_that_are_measured_in_a_decision_are_no_loss_of_drafts() -> None:
+    simulation = simulated(steady(0.8))
+    simulation.run(1.0)
+    simulation._deciding_s, before = 0.5, simulation.deciding_s
+    while simulation.deciding_s == before:
+        simulation.step()
+    simulation._deciding_s = 0.0
+    simulation.reset()
+    simulation.run(1.0)
+    assert simulation.of_best > 0.95
+
+
 def test_what_others_save_pays_for_trying_a_drafter_again() -> None:
     """The second drafter was bad at first and is better than the other now; it waits longer without what that saves."""
     found = []

@@ -35,13 +35,14 @@ from truedraft.engine.policy import (
     target_cost,
 )
 from truedraft.engine.policy import kept as kept_module
-from truedraft.engine.policy.kept import CostKey, model_identity, target_key
+from truedraft.engine.policy.kept import CostKey, drafter_key, model_identity, target_key
 from truedraft.engine.policy.sizes import ratio_of_steps
 from truedraft.errors import DrafterError
 from truedraft.files import could_not_be_kept
 from truedraft.machine import versions
 from truedraft.measure.bench import OurEngine, Suite
 from truedraft.measure.bench import costs as bench_costs
+from truedraft.models.threads import torch_on_one_thread
 from truedraft.testing import MarkovModel
 
 ONCE = Effort(budget_s=0.0, least_rounds=1, most_rounds=1)
@@ -362,6 +363,33 @@ def test_a_curve_from_which_steps_parted_is_measured_again_after_a_minute(kept: 
     assert kept.use().kept
     kept.steps_take(2.0, after_s=2)
     assert not kept.use().kept
+
+
+def test_costs_in_a_step_are_those_kept_outside_of_one() -> None:
+    """Within a step torch has one thread, forwards have all."""
+    model = MarkovModel.random(5, 0)
+    draft = DraftModel(model)
+    outside = target_key(model), drafter_key(draft, model, SamplingParams())
+    with torch_on_one_thread():
+        assert (target_key(model), drafter_key(draft, model, SamplingParams())) == outside
+
+
+def test_drafts_that_guess_among_fewer_ids_have_costs_of_their_own() -> None:
+    target, params = packed("llama"), SamplingParams()
+    keys = [drafter_key(DraftModel(target, ids=ids), target, params) for ids in (None, torch.arange(9))]
+    assert keys[0].file_name != keys[1].file_name
+
+
+def test_an_engine_uses_a_doubted_curve_until_there_is_a_better_one(kept: Kept) -> None:
+    kept.steps_take(1.4, after_s=100)
+    costs = StepCosts(kept.model, store=kept.store)
+    (piece,) = costs.pieces({}, SamplingParams(), lambda name, error: None)
+    assert piece.known and costs.forwards()(1, [3]) > 0.0 and costs.measuring_s == 0.0
+    while piece.go_on():
+        pass
+    piece.release()
+    again = StepCosts(kept.model, store=kept.store)
+    assert not again.pieces({}, SamplingParams(), lambda name, error: None)
 
 
 def test_steps_that_always_part_do_not_have_it_measured_for_ever(kept: Kept) -> None:

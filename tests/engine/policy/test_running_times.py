@@ -273,6 +273,13 @@ def test_what_catching_up_takes_is_learnt_from_drafters_that_were_behind() -> No
     assert times.drafting_s("a", 1, 4, True) == pytest.approx(4 * DRAFT_S), "which says nothing of drafting"
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+def test_catching_up_asks_for_no_cost_of_requests_of_another_kind(greedy: bool) -> None:
+    times, _, machine = times_of()
+    times.catch_up_s("a", 12, greedy)
+    assert [each for _, each in machine._measured] == [greedy]
+
+
 def test_proposals_of_nothing_say_nothing() -> None:
     times, clock, _ = times_of()
     clock.now += 1.0

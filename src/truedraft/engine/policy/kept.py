@@ -30,6 +30,7 @@ from truedraft.errors import OptionError, TruedraftError
 from truedraft.files import cache_folder, could_not_be_kept, written_whole
 from truedraft.machine import run_delay_s, this_machine, versions
 from truedraft.models.base import LanguageModel
+from truedraft.models.threads import forward_threads
 from truedraft.options import read_record
 from truedraft.progress import Progress, unwatched
 
@@ -185,7 +186,7 @@ def drafter_key(drafter: Drafter, target: LanguageModel, params: SamplingParams)
 def _place(model: LanguageModel) -> dict[str, Any]:
     """Another value of one of these is another cost, not a newer one."""
     return {
-        "machine": this_machine(model.device),
+        "machine": this_machine(model.device) | {"threads": forward_threads()},  # also within a step
         "model": model.name,
         "dtype": str(model.dtype),
         "kv_dtype": model.kv_dtype,
