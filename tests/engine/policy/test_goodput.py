@@ -506,7 +506,7 @@ def test_steps_between_two_decisions_are_learnt_from() -> None:
 def test_costs_that_are_measured_in_a_decision_are_no_loss_of_drafts() -> None:
     simulation = simulated(steady(0.8))
     simulation.run(1.0)
-    simulation._deciding_s, before = 0.5, simulation.deciding_s
+    simulation._deciding_s, before = 5.0, simulation.deciding_s
     while simulation.deciding_s == before:
         simulation.step()
     simulation._deciding_s = 0.0

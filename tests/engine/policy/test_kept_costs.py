@@ -365,8 +365,11 @@ def test_a_curve_from_which_steps_parted_is_measured_again_after_a_minute(kept: 
     assert not kept.use().kept
 
 
-def test_costs_in_a_step_are_those_kept_outside_of_one() -> None:
+def test_costs_in_a_step_are_those_kept_outside_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a step torch has one thread, forwards have all."""
+    threads = [3]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     model = MarkovModel.random(5, 0)
     draft = DraftModel(model)
     outside = target_key(model), drafter_key(draft, model, SamplingParams())
