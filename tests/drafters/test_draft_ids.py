@@ -14,6 +14,7 @@ from support.certified import assert_certified
 from truedraft import SamplingParams, load_model
 from truedraft.certify.checks import Stack
 from truedraft.core.noise import KeyedNoise
+from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftModel, DraftRequest, from_spec
 from truedraft.drafters.registry import IDS, read_draft_ids, write_draft_ids
 from truedraft.errors import ModelError, OptionError
@@ -71,6 +72,30 @@ def test_its_proposals_are_of_its_ids_with_the_rest_of_the_distribution_spread_o
             else:
                 assert torch.allclose(proposal.probs[place].double(), some / some.sum())
             text.append(token)
+
+
+def test_beside_a_request_with_penalties_distributions_are_whole() -> None:
+    """The other one drafts further by itself, and its levels are of one width all the same."""
+    model = draft()
+    drafter = DraftModel(model, 4, ids=IDS_OF_DRAFT)
+    params = SamplingParams(temperature=1.0, max_tokens=24)
+    shaped = SamplingParams(temperature=1.0, max_tokens=24, frequency_penalty=0.5)
+    text = [1, 0]
+    requests = [
+        DraftRequest(0, shaped, text, shaping=Shaping(shaped, list(text), 2, (), (), VOCAB)),
+        DraftRequest(1, params, text),
+    ]
+    for request in requests:
+        drafter.begin(request)
+    noise = [KeyedNoise(number, 2, 0) for number in range(2)]
+    budgets = [drafter.limits.cut(1), drafter.limits]
+    first, second = drafter.propose(requests, budgets, noise)
+    alone = DraftModel(draft(), 4, ids=IDS_OF_DRAFT)
+    alone.begin(requests[1])
+    (expected,) = alone.propose(requests[1:], budgets[1:], noise[1:])
+    assert len(first.tree) == 1 and second.tree.host_ids == expected.tree.host_ids
+    assert second.probs is not None and expected.probs is not None
+    assert torch.allclose(second.probs, expected.probs)
 
 
 def test_a_model_that_cannot_leave_logits_out_guesses_among_all() -> None:

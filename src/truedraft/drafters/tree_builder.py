@@ -112,7 +112,7 @@ class TreeBuilder(DraftTree):
         self._confidence: list[float] = []  # the drafter's probabilities of the tokens
         self._survival = [1.0]  # by tree row
         self._probs: list[Tensor] = []  # [nodes of a level, guessed]
-        self._ids_of_probs: DraftIds | None = None  # of their columns; None is the whole vocabulary
+        self._ids_of_probs: list[DraftIds | None] = []  # of their columns; None is the whole vocabulary
         self._dists = 0  # nodes with drawn children
         self._fed = 0
         self._uncommitted = uncommitted
@@ -147,7 +147,7 @@ class TreeBuilder(DraftTree):
         """Add children below the open nodes; `probs`, `[open nodes, guessed]`: their distributions, or one-hot."""
         if probs is not None:
             self._probs.append(probs)
-        self._ids_of_probs = ids
+            self._ids_of_probs.append(ids)
         opened: list[int] = []
         for dist, (parent, own) in enumerate(zip(self.open, children, strict=True), self._dists):
             draws = []
@@ -209,10 +209,16 @@ class TreeBuilder(DraftTree):
         tree = TokenTree(self._ids(0), shape_of(tuple(self.parents)))
         if not self.on_device:
             tree.keep_host_ids(self.tokens)
-        probs = torch.cat(self._probs) if len(self._probs) > 1 else next(iter(self._probs), None)
-        if probs is not None and self._ids_of_probs is not None:
-            probs = self._ids_of_probs.whole(probs, 0.0)
-        return Proposal(tree, tuple(self._draws), probs, tuple(self._confidence))
+        return Proposal(tree, tuple(self._draws), self._whole_probs(), tuple(self._confidence))
+
+    def _whole_probs(self) -> Tensor | None:
+        """All distributions `[dists, vocab]`. Levels drawn beside a shaped request have whole ones already."""
+        parts = []
+        for ids, group in itertools.groupby(zip(self._ids_of_probs, self._probs, strict=True), lambda each: each[0]):
+            levels = [probs for _, probs in group]
+            probs = torch.cat(levels) if len(levels) > 1 else levels[0]
+            parts.append(probs if ids is None else ids.whole(probs, 0.0))
+        return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
     def _ids(self, first: int) -> Tensor:
         tokens = self.tokens[first:]
