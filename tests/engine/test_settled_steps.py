@@ -43,7 +43,7 @@ def drafting(clock: FakeClock, draft_s: float = 0.25e-3) -> Engine:
 
 
 def test_a_draft_that_pays_is_drafted_with_from_the_first_measurement_on(clock: FakeClock) -> None:
-    engine = drafting(clock)
+    engine = drafting(clock, draft_s=0.15e-3)  # it would stop by its own probabilities, which are low, from 0.2 ms on
     engine.measure()
     steps = watched(engine)
     engine.generate(PROMPT, SamplingParams(max_tokens=48))
