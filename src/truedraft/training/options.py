@@ -19,7 +19,9 @@ class DraftSizeOptions:
     heads: int = option(2, "Query heads.", "N", least=1)
     kv_heads: int = option(1, "Key and value heads.", "N", least=1)
     intermediate: int = option(512, "Width inside the MLP.", "N", least=1)
-    draft_vocab: int = option(16384, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N")
+    draft_vocab: int = option(
+        16384, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N", least=0
+    )
 
 
 @dataclass(frozen=True)
