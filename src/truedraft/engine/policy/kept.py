@@ -149,9 +149,9 @@ class CostStore:
 
 
 def _doubt_of(kept: Mapping[str, Any]) -> float:
-    found = (
-        _DOUBTED if kept.get("doubted") else kept.get("doubt", 0.0)
-    )  # earlier versions kept nothing that was in doubt
+    if kept.get("doubted"):
+        return _DOUBTED
+    found = kept.get("doubt", 0.0)  # earlier versions kept nothing that was in doubt
     return float(found) if isinstance(found, int | float) else 1.0
 
 
