@@ -39,7 +39,7 @@ class DraftModel(Drafter):
         branching: draws at each node of depth 0, 1, ...; (3, 2, 1) makes 3 + 6 + 6 nodes at most.
         min_probability: draft no further below a token to which the draft gave less than this; the token stays.
         context: most tokens of a text that it sees and keeps, the first and the last ones (`BoundedContext`).
-        ids: token ids `[guessed]`, int64, among which it guesses, if its forward can compute their logits alone
+        ids: distinct ids `[guessed]`, int64, among which it guesses, if its forward can compute their logits alone
             (FR-Spec, Zhao et al. 2502.14856); None is all of them.
     """
 
@@ -88,7 +88,8 @@ class DraftModel(Drafter):
         self.guessed: int | None = None  # public, for costs are kept by it
         if self.ids is not None:
             with contextlib.suppress(UnsupportedModelError):
-                self._guessing, self._ids = self.model.narrowed(self.ids), DraftIds(self.ids, self.model.vocab_size)
+                ids = self.ids.sort().values  # of equal logits the lowest id is taken
+                self._guessing, self._ids = self.model.narrowed(ids), DraftIds(ids, self.model.vocab_size)
                 self.guessed = len(self.ids)
 
     @property

@@ -157,7 +157,7 @@ def write_draft_ids(folder: Path, ids: Sequence[int]) -> None:
 
 
 def read_draft_ids(folder: Path, vocab_size: int, count: int | None = None) -> list[int] | None:
-    """The first `count` of the recorded ids (all by default), ascending; None without a record, or with none left out.
+    """The first `count` of the recorded ids (all by default); None without a record, or with none left out.
 
     Raises:
         ModelError: they are not different ids of the vocabulary.
@@ -173,7 +173,7 @@ def read_draft_ids(folder: Path, vocab_size: int, count: int | None = None) -> l
             "among all ids"
         )
     some = ids if count is None else ids[:count]
-    return sorted(some) if some and len(some) < vocab_size else None
+    return some if some and len(some) < vocab_size else None
 
 
 class Registry:

@@ -20,6 +20,7 @@ from support.two_domains import Unthreaded, drafter_of, learning, prompts, train
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, from_spec
+from truedraft.drafters.registry import read_draft_ids
 from truedraft.errors import CompositionError
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.huggingface import HuggingFaceModel
@@ -56,7 +57,7 @@ def test_what_is_promoted_serves_in_the_form_of_the_first_and_lies_as_a_folder(
     target, draft = load_model("embedded:target"), load_model("embedded:draft", weights=weights)
     first, form = logits(draft), (draft.fast_paths, draft.weight_bytes)
     learner = Unthreaded(tmp_path)
-    ids = torch.arange(5, 90)
+    ids = torch.arange(90, 5, -1)
     drafter = DraftModel(draft, 3, ids=ids)
     engine = Engine(target, drafter, controller="fixed", learner=learner)
     plain = Engine(load_model("embedded:target")).generate(PROMPT, GREEDY).token_ids
@@ -67,7 +68,8 @@ def test_what_is_promoted_serves_in_the_form_of_the_first_and_lies_as_a_folder(
     loaded = load_model(folder, weights=weights)
     assert torch.equal(logits(draft), logits(loaded)) and not torch.equal(logits(draft), first)
     assert (draft.fast_paths, draft.weight_bytes) == form
-    assert torch.equal(logits(drafter._guessing), logits(loaded)[:, ids])
+    assert torch.equal(logits(drafter._guessing), logits(loaded)[:, ids.flip(0)])
+    assert read_draft_ids(folder, target.vocab_size) == ids.tolist(), "the most frequent first, as they were"
     from_spec(f"draft:{folder}", target)  # with the target's tokenizer
 
     again = load_model("embedded:draft", weights=weights)
