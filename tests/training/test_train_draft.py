@@ -191,6 +191,8 @@ def test_the_likeliest_ids_of_the_text_are_recorded_and_measured_with(train, tar
     assert len(recorded) == 20 and counts[recorded].tolist() == sorted(counts.tolist(), reverse=True)[:20]
     drafter = from_spec(f"draft:{tmp_path / 'out'}", load_model(target_folder))
     assert drafter.ids.tolist() == recorded
+    train(replace(config(steps=2), draft_vocab=0))
+    assert not (tmp_path / "out" / "draft_ids.json").exists(), "of the same training, whose draft guesses among all now"
 
 
 def test_interrupted_and_called_again_it_goes_on(train):

@@ -151,7 +151,10 @@ def write_record(
 
 
 def write_draft_ids(folder: Path, ids: Sequence[int]) -> None:
-    """Record the ids among which a draft model guesses, the most frequent first; raises OSError."""
+    """Record the ids among which a draft model guesses, the most frequent first; none: all. Raises OSError."""
+    if not ids:
+        (folder / IDS).unlink(missing_ok=True)
+        return
     with written_whole(folder / IDS) as made:
         made.write(json.dumps({"ids": list(ids)}).encode() + b"\n")
 

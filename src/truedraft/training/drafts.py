@@ -265,8 +265,8 @@ def train_draft(
         progress = train_with_callbacks(loop, hooks, remark, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
-        if 0 < config.draft_vocab < draft.config.vocab_size:
-            write_draft_ids(out, ids_by_frequency(train, config.draft_vocab)[: config.draft_vocab])
+        fewer = config.draft_vocab if config.draft_vocab < draft.config.vocab_size else 0
+        write_draft_ids(out, ids_by_frequency(train, fewer)[:fewer])  # none: an earlier run's are removed
         result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
         try:
             length = config.curriculum.decay_length
