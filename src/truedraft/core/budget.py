@@ -11,7 +11,8 @@ from truedraft.core.stats import Counters
 from truedraft.errors import OptionError
 from truedraft.options import check_whole
 
-_LEAST_PROBABILITY = 0.0025  # draft probabilities are clamped to this distance from 0 and 1
+LEAST_KNOWN = 0.0025
+"""Draft probabilities are clamped to this distance from 0 and 1."""
 MOST_NODES = 1024
 """Most nodes of a tree that options may set: the target reads each, with a distribution for each."""
 
@@ -68,7 +69,7 @@ class Budget:
         return probability >= self.min_probability and survival >= self.floor
 
     def chance(self, probability: float) -> float:
-        q = min(max(probability, _LEAST_PROBABILITY), 1.0 - _LEAST_PROBABILITY)
+        q = min(max(probability, LEAST_KNOWN), 1.0 - LEAST_KNOWN)
         return 1.0 / (1.0 + math.exp(-self.odds[0]) * ((1.0 - q) / q) ** self.odds[1])
 
 

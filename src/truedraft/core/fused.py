@@ -41,6 +41,16 @@ def fit(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> b
 LOGITS = (torch.float32, torch.bfloat16)
 
 
+def addresses(dtype: torch.dtype, *names: str) -> list[int] | None:
+    """The addresses of functions of fused.c, those of logits for a dtype in `LOGITS`; None without the library."""
+    library = _library()
+    if library is None or dtype not in LOGITS:
+        return None
+    of_logits = "" if dtype == torch.float32 else "_halves"
+    found = (getattr(library, f"truedraft_{name}{of_logits if name != 'draw' else ''}") for name in names)
+    return [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found]
+
+
 def softmax(logits: Tensor, temperatures: Tensor) -> Tensor:
     """softmax(logits / temperature), float32, of `[..., vocab]` in one of `LOGITS` and temperatures `[...]`.
 

@@ -23,7 +23,7 @@ from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import INDEPENDENT_DRAWS, DraftIds, OpenNode, drawing_for, existing, fetch_children
-from truedraft.models.base import Choose, Segment
+from truedraft.models.base import ChainDraws, Choose, Segment
 from truedraft.models.cache import RequestCache
 
 
@@ -193,13 +193,22 @@ class TreeBuilder(DraftTree):
             return None
         return self.drawing.chain_numbers(self.request.params, self._noise, self.levels)
 
-    def take_chain(self, tokens: Tensor, probs: Tensor | None) -> None:
-        """Take `[levels]` tokens on the device, at least the budget, drawn from `[levels, vocab]`; None: one-hot."""
-        depth, kind = self.levels, self.drawing.kind
+    def chain_draws(self) -> ChainDraws | None:
+        """How a whole chain is drawn in one call on the host; None if that is not possible."""
+        widths = self._branching[: self.budget.depth]
+        is_chain = self._counts is None and all(min(width, self.budget.width) == 1 for width in widths)
+        if self.on_device or not is_chain or self.request.shaping is not None:
+            return None
+        return self.drawing.chain_draws(self.request.params, self._noise, self.levels)
+
+    def take_chain(self, tokens: Tensor, probs: Tensor | None, confidence: Sequence[float] = ()) -> TokenTree:
+        """Take `[drawn]` tokens, at least the budget on a device, drawn from `[drawn, vocab]`; None: one-hot."""
+        depth, kind = min(self.levels, len(tokens)), self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
         tree = TokenTree(tokens[:depth], chain_shape(depth))
-        self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], ())
+        self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], tuple(confidence))
         self.open = []
+        return tree
 
     def proposal(self) -> Proposal:
         if self._whole is not None:

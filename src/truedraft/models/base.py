@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from truedraft.core.budget import Budget
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.errors import ModelError, PromptError, UnsupportedModelError
@@ -28,6 +29,21 @@ they were drawn from, if any, without synchronisation with the device."""
 
 HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]` and numbers of heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
+
+
+class ChainDraws(NamedTuple):
+    """How the tokens of a chain are drawn: one number in [0, 1) for each level; at temperature 0 the likeliest."""
+
+    temperature: float
+    uniforms: Sequence[float]
+
+
+class DrawnChain(NamedTuple):
+    """Drawn tokens, distributions `[drawn, vocab]` or None for one-hot ones, and probabilities if the budget looks."""
+
+    tokens: Sequence[int]
+    probs: Tensor | None
+    confidence: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +242,14 @@ class LanguageModel(Reader, ABC):
         Raises UnsupportedModelError: the model records no chains.
         """
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
+
+    def draft_chain(self, segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
+        """Draw a chain after a segment's last token, each token before the forward that reads it, in one call.
+
+        Drawing stops as the budget says, and where logits have no distribution. All tokens but the last drawn one are
+        written after the segment's, which are committed. None: it cannot, draft level by level; nothing was read.
+        """
+        return None
 
     def quantized(self, bits: int) -> LanguageModel:
         """This model with linear weights of 8 or 4 bits, made on first use, as a drafter for itself.

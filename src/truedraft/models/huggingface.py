@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from truedraft.core.budget import Budget
 from truedraft.core.inference import in_inference_mode
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
@@ -21,7 +22,7 @@ from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Choose, ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.models.base import ChainDraws, Choose, DrawnChain, ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
@@ -205,6 +206,14 @@ class HuggingFaceModel(LanguageModel):
     ) -> tuple[Tensor, Tensor | None]:
         with self._lock:
             return self._backend.forward_chains(segments, levels, choose, numbers, self.vocab_size)
+
+    @in_inference_mode
+    def draft_chain(self, segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
+        if self._bits:  # its weights are made by the first forward
+            return None
+        whole = self._whole or self
+        with self._lock:
+            return self._backend.draft_chain(segment, budget, draws, self.vocab_size, whole.vocab_size)
 
     def _on_torch_threads(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         with torch_on_all_threads():

@@ -485,6 +485,19 @@ def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> 
     assert simulation.of_best > 0.93
 
 
+@pytest.mark.parametrize(("token_s", "row_s", "looks"), [(5e-5, 5e-5, False), (5e-5, 3e-4, True), (3e-4, 5e-5, True)])
+def test_probabilities_are_looked_at_where_drafting_and_judging_a_token_takes_long(
+    token_s: float, row_s: float, looks: bool
+) -> None:
+    drafter = SimulatedDrafter(steady(0.8), token_s, hint=lambda request, seconds: Hint(confident=True))
+    machine = Machine(lambda rows: STEP_S + row_s * (rows - 1))
+    simulation = simulated(drafters=[drafter], machine=machine)
+    simulation.run(1.0)
+    drafted = [each.budget for each in simulation.requests[0].decisions if each.budget.nodes]
+    assert drafted
+    assert all((each.floor > 0.0) is looks for each in drafted[-20:])
+
+
 def test_steps_between_two_decisions_are_learnt_from() -> None:
     """Of three steps two keep the decision of the first; what became of all three drafts is counted."""
     drafter = SimulatedDrafter(steady(0.7), token_s=0.0002)

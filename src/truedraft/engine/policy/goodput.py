@@ -36,7 +36,7 @@ _LOSS_SHARE = 0.01  # share of the time that drafts that do not pay may lose, in
 _FIRST_LOSS, _MOST_SAVED = 12, 48  # plain steps of time that drafts may lose before any gain, and after large gains
 _LEAST_LOST = 0.1  # share of a plain step's time, because the first one finds caches cold
 _READY_WITHIN = 48  # tokens
-_COSTLY_LEVEL_S = 2e-4  # seconds per drafted token from which computing token probabilities (a tenth of it) pays
+_COSTLY_TOKEN_S = 2e-4  # seconds of drafting and judging a token from which computing its probability (a tenth) pays
 _SLOW = 0.1  # weight of one step in the moving averages of step times
 _PLANS = 5  # the median over so many plans is the planning time, because one of them may have measured costs
 
@@ -222,14 +222,17 @@ class Goodput(Controller):
             gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
             late_s = self._timing.catch_up_s(drafter, hint.behind, view.params.greedy)
             odds = None
-            if hint.confident and self._level_s(drafter, view.params.greedy) >= _COSTLY_LEVEL_S:
+            if hint.confident and self._token_s(drafter, view) >= _COSTLY_TOKEN_S:
                 odds = self._odds_of(own, drafter).odds
             ahead = max(1, min(room, _AHEAD) // 2)
             found.append(Candidate(drafter, limits, gains, late_s / ahead, late_s, odds, hint.guessed))
         return found
 
-    def _level_s(self, drafter: str, greedy: bool) -> float:
-        return self._timing.drafting_s(drafter, 1, 2, greedy) - self._timing.drafting_s(drafter, 1, 1, greedy)
+    def _token_s(self, drafter: str, view: RequestView) -> float:
+        """Seconds of a level of drafting and of a row."""
+        times, greedy, context = self._timing, view.params.greedy, [view.context]
+        level_s = times.drafting_s(drafter, 1, 2, greedy) - times.drafting_s(drafter, 1, 1, greedy)
+        return level_s + max(times.step_s(3, context, greedy) - times.step_s(2, context, greedy), 0.0)
 
     def _own_of(self, view: RequestView) -> _Own:
         own = self._own.get(view.id)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
+from truedraft.core.budget import Budget
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import ForwardPlan
-from truedraft.models.base import Choose, ForwardOutput, HeadRun, Segment
+from truedraft.models.base import ChainDraws, Choose, DrawnChain, ForwardOutput, HeadRun, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of
@@ -90,6 +91,12 @@ class Backend(ABC):
         self, segments: Sequence[Segment], levels: int, choose: Choose, numbers: Sequence[Tensor], vocab: int
     ) -> tuple[Tensor, Tensor | None]:
         raise UnsupportedModelError("this forward records no chains")
+
+    def draft_chain(
+        self, segment: Segment, budget: Budget, draws: ChainDraws, columns: int, vocab: int
+    ) -> DrawnChain | None:
+        """See `LanguageModel`; draws from the first `columns` logits, for distributions over `vocab` ids."""
+        return None
 
     def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """Run the plan, for `forward`; if its first segment has inputs in addition to tokens, it is the only one.

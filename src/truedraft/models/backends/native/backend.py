@@ -15,16 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
+from truedraft.core import fused
+from truedraft.core.budget import Budget
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TreeShape
 from truedraft.errors import CacheError, ModelError, UnsupportedModelError
 from truedraft.models.attention import ForwardPlan, Full, SegmentPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.chains import NativeChains
 from truedraft.models.backends.native.memory import (
     CHUNK,
     LANES,
     UNIT,
+    Addresses,
     CAsked,
     CBatch,
     CHeads,
@@ -32,6 +36,7 @@ from truedraft.models.backends.native.memory import (
     CLinear,
     CModel,
     CNorms,
+    CScratch,
     CSegment,
     Scratch,
     Weights,
@@ -39,7 +44,7 @@ from truedraft.models.backends.native.memory import (
     pieces,
     quantized_bytes,
 )
-from truedraft.models.base import HeadRun
+from truedraft.models.base import ChainDraws, DrawnChain, HeadRun, Segment
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.mapped import forget_pages, return_freed_memory
@@ -73,7 +78,7 @@ class NativeBackend(Backend):
         self._table = llama.embedding if llama.tied else None
         self._rotaries = llama.rotaries
         self._patterns = llama.patterns
-        self._caches: WeakKeyDictionary[Buffers, _Addresses] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[Buffers, Addresses] = WeakKeyDictionary()
         self._zeros = torch.zeros(0, dtype=torch.int64, device=_CPU)
         self._model = model = _model(llama, self._weights, widest)
         self._width, self._vocab = model.width, model.lm_head.outputs
@@ -81,6 +86,8 @@ class NativeBackend(Backend):
         self._cache_shape = (model.layers, model.kv_heads, model.head, model.head)
         self._scratch = Scratch(library, llama.dtype, model.stride, model.experts, model.chosen, model.spread)
         self._lm_head = NativeLmHead(library, model, llama.dtype, self._scratch)
+        self._ids: Tensor | None = None  # of the logits' columns; None: all
+        self._chains: NativeChains | None = None  # made when first needed
         self._make_model: Callable[[], CModel]
         self._whole: NativeBackend | None = None  # owner of the norms and the embedding of a quantised copy
         self.least_rows = 1
@@ -155,7 +162,7 @@ class NativeBackend(Backend):
                 f"its own are quantised, and such a copy has {fewer / self.weight_bytes:.0%} of their bytes"
             )
         twin = copy.copy(self)  # shares scratch memory, so that only one of the two may run at a time
-        twin._whole = self
+        twin._whole, twin._chains = self, None
         twin._weights = Weights(self._library)
         del twin._model
         twin._make_model = partial(_quantized, self._model, twin._weights, bits)
@@ -170,8 +177,8 @@ class NativeBackend(Backend):
         twin = copy.copy(self)  # shares scratch memory, as above
         twin._whole, twin._weights = self, Weights(self._library)
         twin._model = CModel.from_buffer_copy(self._model)
-        twin._model.lm_head = twin._weights.outputs(head, ids.to(_CPU, torch.int64).contiguous())
-        twin._vocab = len(ids)
+        twin._ids, twin._vocab, twin._chains = ids.to(_CPU, torch.int64).contiguous(), len(ids), None
+        twin._model.lm_head = twin._weights.outputs(head, twin._ids)
         twin._lm_head = NativeLmHead(self._library, twin._model, self._dtype, self._scratch)
         return twin
 
@@ -192,7 +199,6 @@ class NativeBackend(Backend):
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(min(part.length, CHUNK) + len(part.segment.shape) for part in plan.segments)
         chunks = max((part.length + len(part.segment.shape)) // CHUNK + 1 for part in plan.segments)
-        threads = forward_threads()
         shown = sorted(set(layers))
         numbers = (ctypes.c_int64 * len(shown))(*shown)
         vectors = torch.empty(len(shown), requested, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
@@ -203,21 +209,52 @@ class NativeBackend(Backend):
         )  # fmt: skip
         logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
-        found = total * chunks * self._found if threads > 1 and chunks > 1 else 0
-        scratch = self._scratch.of(max(total, requested), keys, threads, found)
+        scratch = self._scratch_for(max(total, requested), keys, chunks)
         refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
-            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
+            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), forward_threads(),
         )  # fmt: skip
-        if refused:
+        self._refuse(refused, total)
+        seen = dict(zip(shown, vectors, strict=True))
+        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
+        return logits, hidden, *(seen[layer] for layer in layers)
+
+    def draft_chain(
+        self, segment: Segment, budget: Budget, draws: ChainDraws, columns: int, vocab: int
+    ) -> DrawnChain | None:
+        if self._chains is None:
+            functions = fused.addresses(self._dtype, "softmax", "draw", "largest", "token_probs")
+            if functions is None:
+                return None
+            logits = torch.empty(-(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+            self._chains = NativeChains(
+                self._library, self._model, self._rotaries, self._patterns, logits, self._ids, functions
+            )
+        cache, fed = segment.cache, len(segment.tokens)
+        rows = fed + min(budget.depth, budget.nodes) - 1
+        cache.reserve(rows)
+        buffers = self._addresses(cache)
+        scratch = self._scratch_for(fed, min(cache.stored, CHUNK) + rows, (cache.stored + rows) // CHUNK + 1)
+        count, drawn = self._chains.draw(segment, buffers, scratch, budget, draws, columns, vocab)
+        self._refuse(-count, fed)
+        cache.commit(range(fed))
+        cache.reserve(max(count - 1, 0))  # written after it
+        return drawn
+
+    def _scratch_for(self, rows: int, keys: int, chunks: int) -> CScratch:
+        """Memory for rows, keys of one chunk and what queries find in chunks."""
+        threads = forward_threads()
+        found = rows * chunks * self._found if threads > 1 and chunks > 1 else 0
+        return self._scratch.of(rows, keys, threads, found)
+
+    def _refuse(self, code: int, total: int) -> None:
+        """Raise ModelError for what a forward of `total` tokens returned if that is 1 or more."""
+        if code > 0:
             reasons = (
                 f"a token id is outside 0 to {self._model.embedded - 1}; use ids of this model",
                 f"a row that needs logits is outside 0 to {total - 1}; use rows of the new tokens",
             )
-            raise ModelError(reasons[refused - 1])
-        seen = dict(zip(shown, vectors, strict=True))
-        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
-        return logits, hidden, *(seen[layer] for layer in layers)
+            raise ModelError(reasons[code - 1])
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         if not self._model.coded.bits:
@@ -259,7 +296,7 @@ class NativeBackend(Backend):
             None if own is None else own[0].data_ptr(), None if own is None else own[1].data_ptr(),
         )  # fmt: skip
 
-    def _addresses(self, cache: RequestCache) -> _Addresses:
+    def _addresses(self, cache: RequestCache) -> Addresses:
         buffers = cache.storage
         if not isinstance(buffers, Buffers):
             raise CacheError("a cache of another model was given; make it by this model's new_cache")
@@ -267,7 +304,7 @@ class NativeBackend(Backend):
         if known is None or known.generation != buffers.generation:
             if known is not None:
                 return_freed_memory()  # of the buffers before they grew
-            known = self._caches[buffers] = _Addresses(buffers, *self._cache_shape, self._dtype)
+            known = self._caches[buffers] = Addresses(buffers, *self._cache_shape, self._dtype)
         return known
 
 
@@ -426,17 +463,6 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
     )
     experts.release()
     return made
-
-
-class _Addresses:
-    def __init__(
-        self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
-    ) -> None:
-        keys, values = buffers.addressed(calls, kv_heads, key_width, value_width, dtype)
-        self.coded = buffers.coded
-        self.generation = buffers.generation
-        self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
-        self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@
  * float32 from scores to mixed values (its weights have 16 bits by AMX's tiles, and are bfloat16 where pairs of it are
  * multiplied by one instruction).
  */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX2__)
@@ -917,6 +918,22 @@ typedef struct {
     const Part *part;
 } Region;
 
+/* How the tokens of a chain are drawn, each before the forward that reads it, and where drafting stops: see `Budget`. */
+typedef struct {
+    const void *softmax, *draw, *largest, *token_probs; /* functions of fused.c for logits of this dtype */
+    int64_t levels, vocab, patterns;
+    const int64_t *later; /* [levels - 1][patterns]: first positions that rows after the first forward's may see */
+    float temperature;    /* 0: each token is the likeliest one */
+    int32_t looks;        /* whether the tokens' probabilities are wanted, and end the chain */
+    const double *uniforms;              /* [levels] */
+    double least, floor, odds, odds_slope, least_known; /* least_known: of probabilities, and of their distance from 1 */
+    const int64_t *names; /* ids of the logits' columns, rising; NULL: their numbers */
+    int64_t named;        /* ids that there are */
+    float *own, *probs;   /* own: [vocab]; probs: [levels][named] */
+    float *chances;       /* [levels]: the tokens' probabilities */
+    int64_t *tokens;      /* [levels] */
+} Chain;
+
 /* A forward, or a run of heads: `steps` regions. Late threads have copies, and may use no more than the model, heads and
  * numbers on the way; the rest is gone when the job is over. */
 struct Job {
@@ -1226,6 +1243,55 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
             memcpy(b->vectors + (i * b->wanted + r) * m->width, scratch->stream + b->rows[r] * m->stride, m->width * sizeof(element));
     }
     return 0;
+}
+
+/* Draws token number `n` of a chain from a row of logits; returns 0 where there is none. */
+static int draw_next(const Chain *c, const element *logits, int64_t n) {
+    int64_t place;
+    if (c->temperature > 0.0f) {
+        float *probs = c->probs + n * c->named, *own = c->names ? c->own : probs;
+        ((void (*)(const element *, int64_t, int64_t, const float *, float *))c->softmax)(logits, 1, c->vocab, &c->temperature, own);
+        ((void (*)(const float *, int64_t, int64_t, const double *, int64_t *))c->draw)(own, 1, c->vocab, c->uniforms + n, &place);
+        if (place == c->vocab) return 0;
+        c->chances[n] = own[place];
+        if (c->names) {
+            memset(probs, 0, c->named * sizeof *probs);
+            for (int64_t i = 0; i < c->vocab; i++) probs[c->names[i]] = own[i];
+        }
+    } else {
+        double found[2];
+        ((void (*)(const element *, int64_t, int64_t, const void *, double *))c->largest)(logits, 1, c->vocab, NULL, found);
+        if (found[0] == -INFINITY) return 0;
+        place = (int64_t)found[1];
+        if (c->looks) ((void (*)(const element *, int64_t, int64_t, const int64_t *, float *))c->token_probs)(logits, 1, c->vocab, &place, c->chances + n);
+    }
+    c->tokens[n] = c->names ? c->names[place] : place;
+    return 1;
+}
+
+/* After a forward of one request's chain, which ends in the last token that is known, a chain of drawn ones, each read by a
+ * forward of its own but for the last. `tokens` and `positions` have room for these. Returns how many were drawn; or less
+ * than 0 for what a forward returns, with nothing computed. */
+int64_t truedraft_chain(const Model *m, Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads, const Chain *c) {
+    static const int64_t only = 0;
+    Segment own = *b->segment;
+    double survival = 1.0;
+    for (int64_t n = 0;; n++) {
+        const int refused = truedraft_forward(m, b, scratch, logits, hidden, threads);
+        if (refused) return -refused;
+        if (!draw_next(c, logits, n)) return n;
+        if (c->looks) {
+            const double q = fmin(fmax(c->chances[n], c->least_known), 1.0 - c->least_known);
+            survival *= 1.0 / (1.0 + exp(-c->odds) * pow((1.0 - q) / q, c->odds_slope));
+            if (!(c->chances[n] >= c->least && survival >= c->floor)) return n + 1;
+        }
+        if (n + 1 == c->levels) return n + 1;
+        b->tokens += b->total, b->positions += b->total;
+        *(int64_t *)b->tokens = c->tokens[n];
+        if (c->patterns) b->first = c->later + n * c->patterns;
+        own.written += b->total, own.count = 1;
+        b->segment = &own, b->total = 1, b->rows = &only;
+    }
 }
 
 /* Copies the weights of some outputs, one behind another, to a layer that has no others. */

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from truedraft.models.backends.native.build import SOURCE
+from truedraft.models.cache import Buffers
 from truedraft.models.quantized import Scheme, StoredWeight, numbers_of, quantized_of
 from truedraft.models.threads import forward_threads
 
@@ -118,6 +119,11 @@ class CHeads(Structure):
 @_as_declared()
 class CAsked(Structure):
     """A request to run heads."""
+
+
+@_as_declared()
+class CChain(Structure):
+    """How a chain is drawn."""
 
 
 class Weights:
@@ -363,3 +369,16 @@ class Scratch:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=_CPU)
+
+
+class Addresses:
+    """Where the keys and values of one request's attention calls lie, while `generation` is that of the buffers."""
+
+    def __init__(
+        self, buffers: Buffers, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
+    ) -> None:
+        keys, values = buffers.addressed(calls, kv_heads, key_width, value_width, dtype)
+        self.coded = buffers.coded
+        self.generation = buffers.generation
+        self.keys = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in keys))
+        self.values = (ctypes.c_void_p * calls)(*(each.data_ptr() for each in values))
