@@ -209,7 +209,7 @@ class HuggingFaceModel(LanguageModel):
 
     @in_inference_mode
     def draft_chain(self, segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
-        if self._bits:  # its weights are made by the first forward
+        if self._bits or segment.inputs is not None:  # weights that are not made yet, or inputs other than tokens
             return None
         whole = self._whole or self
         with self._lock:

@@ -524,6 +524,9 @@ def test_costs_that_are_measured_in_a_decision_are_no_loss_of_drafts() -> None:
         simulation.step()
     simulation._deciding_s = 0.0
     simulation.reset()
+    for _ in range(20):
+        simulation.step()
+        assert simulation.controller.rests == 0, "deciding takes as little as before"
     simulation.run(1.0)
     assert simulation.of_best > 0.95
 

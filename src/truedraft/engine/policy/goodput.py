@@ -95,6 +95,7 @@ class Goodput(Controller):
         self._step = 0
         self._steps_s = self._decide_s = 0.0  # seconds of a step, and of deciding
         self._plans_s: deque[float] = deque(maxlen=_PLANS)  # seconds of the last plans
+        self._measured = False  # whether costs were measured in the last decision
         self._rested = 0  # steps since the one that was last observed
         self._decided_now = False  # whether the next step to be observed is the one of the last decision
         self._unread: list[StepRecord] = []  # drafted steps since that one, with its decisions
@@ -332,7 +333,9 @@ class Goodput(Controller):
         self._timing.observe(record, steps, self._decide_s / (1 + self.rests))
         if record.settled and not record.prefill:
             rest_s = record.total_s - record.decide_s
-            decide_s = min(record.decide_s, rest_s)  # it takes more only where costs are measured in it
+            # It takes more only where costs are measured in it, which is not done at two decisions in a row.
+            self._measured = record.decide_s > rest_s and not self._measured
+            decide_s = min(self._decide_s if self._measured else record.decide_s, rest_s)
             total_s = rest_s + decide_s
             self._steps_s += _SLOW * (total_s - self._steps_s) if self._steps_s else total_s
             self._decide_s += _SLOW * (decide_s - self._decide_s)
