@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from truedraft.core.noise import KeyedNoise
 from truedraft.core.shaping import Shaping
 from truedraft.drafters import DraftModel, DraftRequest
 from truedraft.drafters.base import StepOutcome
+from truedraft.models.backends.native import backend
+from truedraft.models.backends.native.memory import Scratch
 from truedraft.models.base import ChainDraws, DrawnChain, Segment
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -153,3 +156,36 @@ def test_without_fused_functions_it_drafts_level_by_level(monkeypatch: pytest.Mo
     fresh = Counted(native(CONFIGS["nothing fills a unit"]()), True, None)
     assert_equal(drafted(fresh, SAMPLED, 20), expected)
     assert fresh.answered == 0
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["chain", "level by level"])
+def test_torchs_threads_may_change_while_a_forward_begins(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine's step does that: memory is for as many threads as run, or these write beyond it."""
+    rooms: list[int] = []
+    runs: list[int] = []
+    of = Scratch.of
+
+    def noted(scratch: Scratch, rows: int, keys: int, threads: int, found: int = 0) -> Any:
+        rooms.append(threads)
+        return of(scratch, rows, keys, threads, found)
+
+    numbers = itertools.cycle([1, 2, 3])
+    monkeypatch.setattr(Scratch, "of", noted)
+    monkeypatch.setattr(backend, "forward_threads", lambda: next(numbers))
+    drafter = Counted(native(CONFIGS["nothing fills a unit"]()), whole, None)
+    found: Any = drafter.model
+    place, name = (found._backend, "_forward") if not whole else (found._backend._library, "truedraft_chain")
+    run = getattr(place, name)
+
+    class Noted:
+        def __call__(self, *given: Any) -> Any:
+            runs.append(given[5])
+            return run(*given)
+
+    rooms.clear()
+    monkeypatch.setattr(place, name, Noted())
+    run.restype = ctypes.c_int64 if whole else ctypes.c_int
+    request = DraftRequest(0, SAMPLED, [5, 7, 9])
+    drafter.begin(request)
+    drafter.propose([request], [Budget(3)], [KeyedNoise(0, 3, 0)])
+    assert runs and rooms[-len(runs) :] == runs and len(set(rooms)) >= min(len(runs), 2)

@@ -209,10 +209,11 @@ class NativeBackend(Backend):
         )  # fmt: skip
         logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
         hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
-        scratch = self._scratch_for(max(total, requested), keys, chunks)
+        threads = forward_threads()  # once: torch's number may change in between
+        scratch = self._scratch_for(max(total, requested), keys, chunks, threads)
         refused = self._forward(
             ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
-            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), forward_threads(),
+            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
         )  # fmt: skip
         self._refuse(refused, total)
         seen = dict(zip(shown, vectors, strict=True))
@@ -234,16 +235,16 @@ class NativeBackend(Backend):
         rows = fed + min(budget.depth, budget.nodes) - 1
         cache.reserve(rows)
         buffers = self._addresses(cache)
-        scratch = self._scratch_for(fed, min(cache.stored, CHUNK) + rows, (cache.stored + rows) // CHUNK + 1)
-        count, drawn = self._chains.draw(segment, buffers, scratch, budget, draws, columns, vocab)
+        threads, keys = forward_threads(), min(cache.stored, CHUNK) + rows
+        scratch = self._scratch_for(fed, keys, (cache.stored + rows) // CHUNK + 1, threads)
+        count, drawn = self._chains.draw(segment, buffers, scratch, threads, budget, draws, columns, vocab)
         self._refuse(-count, fed)
         cache.commit(range(fed))
         cache.reserve(max(count - 1, 0))  # written after it
         return drawn
 
-    def _scratch_for(self, rows: int, keys: int, chunks: int) -> CScratch:
+    def _scratch_for(self, rows: int, keys: int, chunks: int, threads: int) -> CScratch:
         """Memory for rows, keys of one chunk and what queries find in chunks."""
-        threads = forward_threads()
         found = rows * chunks * self._found if threads > 1 and chunks > 1 else 0
         return self._scratch.of(rows, keys, threads, found)
 

@@ -17,7 +17,6 @@ from truedraft.models.base import ChainDraws, DrawnChain, Segment
 from truedraft.models.cache import FEW
 from truedraft.models.cache.request import stored_place
 from truedraft.models.llama import RotaryTable
-from truedraft.models.threads import forward_threads
 
 _CPU = torch.device("cpu")
 _LEVELS = 16
@@ -76,6 +75,7 @@ class NativeChains:
         segment: Segment,
         buffers: Addresses,
         scratch: CScratch,
+        threads: int,
         budget: Budget,
         draws: ChainDraws,
         columns: int,
@@ -91,11 +91,12 @@ class NativeChains:
         self._uniforms[:levels] = [*draws.uniforms]
         chain = self._chain
         chain.levels, chain.vocab, chain.named, chain.patterns = levels, columns, vocab, len(self._patterns)
-        chain.temperature, chain.looks, chain.probs = draws.temperature, budget.looks, probs.data_ptr()
+        chain.temperature, chain.looks = draws.temperature, budget.looks
+        chain.probs = probs.data_ptr() if sampled else None
         chain.least, chain.floor, (chain.odds, chain.odds_slope) = budget.min_probability, budget.floor, budget.odds
         count: int = self._run(
             ctypes.byref(self._model), ctypes.byref(self._batch), ctypes.byref(scratch),
-            ctypes.c_void_p(self._logits.data_ptr()), ctypes.c_void_p(self._hidden.data_ptr()), forward_threads(),
+            ctypes.c_void_p(self._logits.data_ptr()), ctypes.c_void_p(self._hidden.data_ptr()), threads,
             ctypes.byref(chain),
         )  # fmt: skip
         drawn = max(count, 0)

@@ -923,13 +923,13 @@ typedef struct {
     const void *softmax, *draw, *largest, *token_probs; /* functions of fused.c for logits of this dtype */
     int64_t levels, vocab, patterns;
     const int64_t *later; /* [levels - 1][patterns]: first positions that rows after the first forward's may see */
-    float temperature;    /* 0: each token is the likeliest one */
+    float temperature;
     int32_t looks;        /* whether the tokens' probabilities are wanted, and end the chain */
     const double *uniforms;              /* [levels] */
     double least, floor, odds, odds_slope, least_known; /* least_known: of probabilities, and of their distance from 1 */
     const int64_t *names; /* ids of the logits' columns, rising; NULL: their numbers */
     int64_t named;        /* ids that there are */
-    float *own, *probs;   /* own: [vocab]; probs: [levels][named] */
+    float *own, *probs;   /* own: [vocab]; probs: [levels][named], or NULL: each token is the likeliest one */
     float *chances;       /* [levels]: the tokens' probabilities */
     int64_t *tokens;      /* [levels] */
 } Chain;
@@ -1248,7 +1248,7 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
 /* Draws token number `n` of a chain from a row of logits; returns 0 where there is none. */
 static int draw_next(const Chain *c, const element *logits, int64_t n) {
     int64_t place;
-    if (c->temperature > 0.0f) {
+    if (c->probs) {
         float *probs = c->probs + n * c->named, *own = c->names ? c->own : probs;
         ((void (*)(const element *, int64_t, int64_t, const float *, float *))c->softmax)(logits, 1, c->vocab, &c->temperature, own);
         ((void (*)(const float *, int64_t, int64_t, const double *, int64_t *))c->draw)(own, 1, c->vocab, c->uniforms + n, &place);
