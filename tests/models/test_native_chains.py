@@ -189,3 +189,15 @@ def test_torchs_threads_may_change_while_a_forward_begins(whole: bool, monkeypat
     drafter.begin(request)
     drafter.propose([request], [Budget(3)], [KeyedNoise(0, 3, 0)])
     assert runs and rooms[-len(runs) :] == runs and len(set(rooms)) >= min(len(runs), 2)
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(96, 2, -3)], ids=["all ids", "some ids"])
+def test_distributions_are_of_float32_while_another_thread_loads_a_model(ids: Tensor | None) -> None:
+    """transformers changes torch's default dtype meanwhile; memory for halves would be overrun."""
+    expected = drafted(Counted(native(CONFIGS["nothing fills a unit"]()), True, ids), SAMPLED, 20)
+    drafter = Counted(native(CONFIGS["nothing fills a unit"]()), True, ids)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_equal(drafted(drafter, SAMPLED, 20), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

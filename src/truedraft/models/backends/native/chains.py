@@ -50,7 +50,7 @@ class NativeChains:
         self._rotaries, self._patterns = rotaries, patterns
         self._logits, self._ids = logits, ids
         self._hidden = logits.new_empty(model.width)
-        self._own = torch.empty(0 if ids is None else len(ids), device=_CPU)
+        self._own = torch.empty(0 if ids is None else len(ids), dtype=torch.float32, device=_CPU)
         self._tables = (ctypes.c_void_p * len(rotaries))()
         self._last = ctypes.c_int64()
         self._segment, self._batch, self._chain = CSegment(), CBatch(), CChain()
@@ -86,7 +86,7 @@ class NativeChains:
         if fed > self._fed or levels > self._levels:
             self._make_room(max(fed, self._fed), max(2 * levels, self._levels))
         sampled = draws.temperature > 0.0
-        probs = torch.empty(levels if sampled else 0, vocab, device=_CPU)
+        probs = torch.empty(levels if sampled else 0, vocab, dtype=torch.float32, device=_CPU)
         self._place(segment, buffers, fed + levels - 1)
         self._uniforms[:levels] = [*draws.uniforms]
         chain = self._chain
