@@ -22,7 +22,7 @@ from truedraft.drafters import DraftModel, DraftRequest
 from truedraft.drafters.base import StepOutcome
 from truedraft.models.backends.native import backend
 from truedraft.models.backends.native.memory import Scratch
-from truedraft.models.base import ChainDraws, DrawnChain, Segment
+from truedraft.models.base import DrawnChain
 from truedraft.models.huggingface import HuggingFaceModel
 
 pytestmark = needs_library
@@ -39,20 +39,21 @@ Proposed = tuple[list[int], Any, Any, Tensor | None, Sequence[float]]
 
 
 class Counted(DraftModel):
-    """A draft of which each call for a chain is counted, or none is answered."""
+    """A draft of which each call for a chain is counted; one that is not `whole` drafts level by level."""
 
     def __init__(self, model: HuggingFaceModel, whole: bool, ids: Tensor | None) -> None:
         super().__init__(model, 24, ids=ids)
-        guessing = self._guessing
-        assert isinstance(guessing, HuggingFaceModel)
+        guessing: Any = self._guessing
         drafts, self.answered = guessing.draft_chain, 0
+        if not whole:
+            guessing._backend._draws = None
 
-        def counted(segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
-            drawn = drafts(segment, budget, draws) if whole else None
-            self.answered += drawn is not None
-            return drawn
+        def counted(*given: Any) -> DrawnChain:
+            self.answered += 1
+            found: DrawnChain = drafts(*given)
+            return found
 
-        guessing.draft_chain = counted  # type: ignore[method-assign]
+        guessing.draft_chain = counted
 
 
 def drafted(drafter: DraftModel, params: SamplingParams, length: int, shaped: bool = False) -> list[Proposed]:

@@ -20,7 +20,7 @@ from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.held import Held, ModelCaches
 from truedraft.drafters.tree_builder import SiblingChains, TreeBuilder, draw_chains, draw_level, judged_if_it_fails
 from truedraft.errors import CompositionError, OptionError, UnsupportedModelError, VocabularyMismatchError
-from truedraft.models.base import ChainDraws, Choose, LanguageModel, Segment
+from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.cache import FEW, PrefixCache, RequestCache, bounded
 
 _PREFILL_TOKENS = 512
@@ -148,8 +148,8 @@ class DraftModel(Drafter):
         self._share([builder.request for builder in level])
         if self.model.records_chains:
             level = draw_chains(level, self.model.device, self._run_chains)
-        if len(level) == 1 and (draws := level[0].chain_draws()) is not None and self._draft_chain(level[0], draws):
-            level = []
+        if len(level) == 1 and self._draws_chains and (numbers := level[0].host_numbers()) is not None:
+            self._draft_chain(level.pop(), numbers)
         logits = self._catch_up([builder.request for builder in level]) if level else None
         with judged_if_it_fails(builders):
             while logits is not None:
@@ -157,14 +157,15 @@ class DraftModel(Drafter):
                 logits = self._forward_level(level) if level else None
         return [builder.proposal() for builder in builders]
 
-    def _draft_chain(self, chain: TreeBuilder, draws: ChainDraws) -> bool:
-        self._read_before([chain.request], FEW)
+    @property
+    def _draws_chains(self) -> bool:
+        return self._guessing.draws_chains and not self._reads_inputs
+
+    def _draft_chain(self, chain: TreeBuilder, numbers: Sequence[Sequence[float]]) -> None:
+        self._read_before([chain.request], _PREFILL_TOKENS)
         (segment,) = self._segments([chain.request], whole=True)
-        drawn = self._guessing.draft_chain(segment, chain.budget, draws)
-        if drawn is None:
-            return False
-        chain.take_chain(torch.tensor(drawn.tokens), drawn.probs, drawn.confidence).keep_host_ids(drawn.tokens)
-        return True
+        tokens, probs, confidence = self._guessing.draft_chain(segment, chain.budget, numbers)
+        chain.take_chain(torch.tensor(tokens), probs, confidence)
 
     def _run_chains(
         self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]

@@ -16,7 +16,7 @@ from truedraft.core.noise import Noise, Purpose, gumbel_key, signed
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import draw, likeliest, probs_from_logits
 from truedraft.core.proposal import DrawKind
-from truedraft.models.base import ChainDraws, Choose
+from truedraft.models.base import Choose
 
 Child: TypeAlias = tuple[int, float]
 """A drawn token, and the draft's probability of it (1 if not computed)."""
@@ -68,10 +68,6 @@ class Drawing(ABC):
         """How one token is drawn in `LanguageModel.forward_chains`; None if these options are not supported there."""
         return None
 
-    def chain_draws(self, params: SamplingParams, noise: Noise, depth: int) -> ChainDraws | None:
-        """How `LanguageModel.draft_chain` draws one request's chain; None if it cannot."""
-        return None
-
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]] | None:
         """The inputs `[kinds, depth]` of `choose`, without logits, for one request's chain; None for unkeyed noise."""
         return []
@@ -84,9 +80,6 @@ class TopTokens(Drawing):
 
     def choose(self, params: SamplingParams) -> Choose:
         return _likeliest_token
-
-    def chain_draws(self, params: SamplingParams, noise: Noise, depth: int) -> ChainDraws:
-        return ChainDraws(0.0, [0.0] * depth)
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         width = max(node.width for node in nodes)
@@ -108,15 +101,9 @@ class SampledTokens(Drawing):
     def choose(self, params: SamplingParams) -> Choose | None:
         return _drawn_token if _is_plain(params) else None
 
-    def chain_draws(self, params: SamplingParams, noise: Noise, depth: int) -> ChainDraws | None:
-        return ChainDraws(params.temperature, self._uniforms(noise, depth)) if _is_plain(params) else None
-
     def chain_numbers(self, params: SamplingParams, noise: Noise, depth: int) -> Sequence[Sequence[float]]:
-        return [[params.temperature] * depth, self._uniforms(noise, depth)]
-
-    @staticmethod
-    def _uniforms(noise: Noise, depth: int) -> list[float]:
-        return [noise.uniform(Purpose.DRAFT, level, level) for level in range(depth)]
+        uniforms = [noise.uniform(Purpose.DRAFT, level, level) for level in range(depth)]
+        return [[params.temperature] * depth, uniforms]
 
     def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
         probs = left = probs_from_logits(logits, params)  # [nodes, vocab]

@@ -17,13 +17,13 @@ from truedraft.core import transfers
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.probs import probs_at, probs_from_logits, token_probs
-from truedraft.core.proposal import Draw, Proposal
+from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.core.top_k import TopK
 from truedraft.core.tree import TokenTree, chain_shape, path_to, shape_of
 from truedraft.drafters.base import CutShortError, DraftRequest
 from truedraft.drafters.draws import INDEPENDENT_DRAWS, DraftIds, OpenNode, drawing_for, existing, fetch_children
-from truedraft.models.base import ChainDraws, Choose, Segment
+from truedraft.models.base import Choose, Segment
 from truedraft.models.cache import RequestCache
 
 
@@ -193,22 +193,24 @@ class TreeBuilder(DraftTree):
             return None
         return self.drawing.chain_numbers(self.request.params, self._noise, self.levels)
 
-    def chain_draws(self) -> ChainDraws | None:
-        """How a whole chain is drawn in one call on the host; None if that is not possible."""
-        widths = self._branching[: self.budget.depth]
-        is_chain = self._counts is None and all(min(width, self.budget.width) == 1 for width in widths)
-        if self.on_device or not is_chain or self.request.shaping is not None:
+    def host_numbers(self) -> Sequence[Sequence[float]] | None:
+        """The numbers of `LanguageModel.draft_chain`; None if it cannot draw this tree."""
+        params, drawing = self.request.params, self.drawing
+        if self._counts is not None or not _is_chain(self.budget, self._branching) or self.request.shaping is not None:
             return None
-        return self.drawing.chain_draws(self.request.params, self._noise, self.levels)
+        if drawing.kind is DrawKind.COUPLED or drawing.choose(params) is None:
+            return None
+        return drawing.chain_numbers(params, self._noise, self.levels)
 
-    def take_chain(self, tokens: Tensor, probs: Tensor | None, confidence: Sequence[float] = ()) -> TokenTree:
+    def take_chain(self, tokens: Tensor, probs: Tensor | None, confidence: Sequence[float] = ()) -> None:
         """Take `[drawn]` tokens, at least the budget on a device, drawn from `[drawn, vocab]`; None: one-hot."""
         depth, kind = min(self.levels, len(tokens)), self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
         tree = TokenTree(tokens[:depth], chain_shape(depth))
+        if not self.on_device:
+            tree.keep_host_ids(tokens.tolist())
         self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], tuple(confidence))
         self.open = []
-        return tree
 
     def proposal(self) -> Proposal:
         if self._whole is not None:
@@ -427,8 +429,11 @@ def draw_chains(
 
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:
     """Whether a tree within a budget is a chain of fixed length."""
-    widths = branching[: budget.depth]
-    return not budget.looks and all(min(width, budget.width) == 1 for width in widths)
+    return not budget.looks and _is_chain(budget, branching)
+
+
+def _is_chain(budget: Budget, branching: Sequence[int]) -> bool:
+    return all(min(width, budget.width) == 1 for width in branching[: budget.depth])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +31,8 @@ HeadRun: TypeAlias = Callable[[Tensor, int, int], TopK]
 """For vectors `[rows, head_width]` and numbers of heads and ranks: the likeliest ids `[heads, rows, ranks]`."""
 
 
-class ChainDraws(NamedTuple):
-    """How the tokens of a chain are drawn: one number in [0, 1) for each level; at temperature 0 the likeliest."""
-
-    temperature: float
-    uniforms: Sequence[float]
-
-
-class DrawnChain(NamedTuple):
-    """Drawn tokens, distributions `[drawn, vocab]` or None for one-hot ones, and probabilities if the budget looks."""
-
-    tokens: Sequence[int]
-    probs: Tensor | None
-    confidence: Sequence[float]
+DrawnChain: TypeAlias = tuple[Sequence[int], Tensor | None, Sequence[float]]
+"""Drawn tokens, their distributions `[drawn, vocab]` (None: one-hot), and their probabilities if the budget looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +139,7 @@ class LanguageModel(Reader, ABC):
     failure: str | None = None
     warmups: int = 0
     records_chains: bool = False
+    draws_chains: bool = False
 
     def __repr__(self) -> str:
         size = f"{self.parameters / 1e6:.2f} M parameters, " if self.parameters else ""
@@ -243,13 +233,18 @@ class LanguageModel(Reader, ABC):
         """
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 
-    def draft_chain(self, segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
+    def draft_chain(self, segment: Segment, budget: Budget, numbers: Sequence[Sequence[float]]) -> DrawnChain:
         """Draw a chain after a segment's last token, each token before the forward that reads it, in one call.
 
         Drawing stops as the budget says, and where logits have no distribution. All tokens but the last drawn one are
-        written after the segment's, which are committed. None: it cannot, draft level by level; nothing was read.
+        written after the segment's, which are committed.
+
+        Args:
+            numbers: a temperature and a number in [0, 1) for each level, `[2, levels]`; none for the likeliest tokens.
+
+        Raises UnsupportedModelError: the model does not draw chains (`draws_chains`).
         """
-        return None
+        raise UnsupportedModelError(f"{self.name} draws no chains; draft level by level")
 
     def quantized(self, bits: int) -> LanguageModel:
         """This model with linear weights of 8 or 4 bits, made on first use, as a drafter for itself.

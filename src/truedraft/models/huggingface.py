@@ -22,7 +22,7 @@ from truedraft.errors import ModelError, OptionError, UnsupportedModelError
 from truedraft.machine import free_memory, in_bytes, keep_rows_alike
 from truedraft.models.backends.base import Backend, BackendMaker
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import ChainDraws, Choose, DrawnChain, ForwardOutput, HeadRun, LanguageModel, Segment
+from truedraft.models.base import Choose, DrawnChain, ForwardOutput, HeadRun, LanguageModel, Segment
 from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
@@ -207,13 +207,15 @@ class HuggingFaceModel(LanguageModel):
         with self._lock:
             return self._backend.forward_chains(segments, levels, choose, numbers, self.vocab_size)
 
+    @property
+    def draws_chains(self) -> bool:  # type: ignore[override]
+        return self._backend.draws_chains and not self._bits  # the first forward makes weights of other bits
+
     @in_inference_mode
-    def draft_chain(self, segment: Segment, budget: Budget, draws: ChainDraws) -> DrawnChain | None:
-        if self._bits or segment.inputs is not None:  # weights that are not made yet, or inputs other than tokens
-            return None
+    def draft_chain(self, segment: Segment, budget: Budget, numbers: Sequence[Sequence[float]]) -> DrawnChain:
         whole = self._whole or self
         with self._lock:
-            return self._backend.draft_chain(segment, budget, draws, self.vocab_size, whole.vocab_size)
+            return self._backend.draft_chain(segment, budget, numbers, self.vocab_size, whole.vocab_size)
 
     def _on_torch_threads(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
         with torch_on_all_threads():

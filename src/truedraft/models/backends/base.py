@@ -17,7 +17,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.models.attention import ForwardPlan
-from truedraft.models.base import ChainDraws, Choose, DrawnChain, ForwardOutput, HeadRun, Segment
+from truedraft.models.base import Choose, DrawnChain, ForwardOutput, HeadRun, Segment
 from truedraft.models.cache import CachePool
 from truedraft.models.lm_head import lm_head_width
 from truedraft.models.multimodal import input_names_of
@@ -53,6 +53,7 @@ class Backend(ABC):
     reads_codes: bool = False
     warmups: int = 0
     records_chains: bool = False
+    draws_chains: bool = False
 
     def new_pool(self, limit: int) -> CachePool:
         """The pool for the caches of the model's requests, of up to `limit` tokens each; called once."""
@@ -93,10 +94,10 @@ class Backend(ABC):
         raise UnsupportedModelError("this forward records no chains")
 
     def draft_chain(
-        self, segment: Segment, budget: Budget, draws: ChainDraws, columns: int, vocab: int
-    ) -> DrawnChain | None:
+        self, segment: Segment, budget: Budget, numbers: Sequence[Sequence[float]], columns: int, vocab: int
+    ) -> DrawnChain:
         """See `LanguageModel`; draws from the first `columns` logits, for distributions over `vocab` ids."""
-        return None
+        raise UnsupportedModelError("this forward draws no chains")
 
     def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """Run the plan, for `forward`; if its first segment has inputs in addition to tokens, it is the only one.

@@ -44,7 +44,7 @@ from truedraft.models.backends.native.memory import (
     pieces,
     quantized_bytes,
 )
-from truedraft.models.base import ChainDraws, DrawnChain, HeadRun, Segment
+from truedraft.models.base import DrawnChain, HeadRun, Segment
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
 from truedraft.models.mapped import forget_pages, return_freed_memory
@@ -220,24 +220,31 @@ class NativeBackend(Backend):
         logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
         return logits, hidden, *(seen[layer] for layer in layers)
 
+    @property
+    def draws_chains(self) -> bool:  # type: ignore[override]
+        return self._draws is not None
+
+    @cached_property
+    def _draws(self) -> Sequence[int] | None:
+        return fused.addresses(self._dtype, "softmax", "draw", "largest", "token_probs")
+
     def draft_chain(
-        self, segment: Segment, budget: Budget, draws: ChainDraws, columns: int, vocab: int
-    ) -> DrawnChain | None:
+        self, segment: Segment, budget: Budget, numbers: Sequence[Sequence[float]], columns: int, vocab: int
+    ) -> DrawnChain:
         if self._chains is None:
-            functions = fused.addresses(self._dtype, "softmax", "draw", "largest", "token_probs")
-            if functions is None:
-                return None
+            assert self._draws is not None
             logits = torch.empty(-(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
             self._chains = NativeChains(
-                self._library, self._model, self._rotaries, self._patterns, logits, self._ids, functions
-            )
+                self._library, self._model, self._rotaries, self._patterns, logits, self._ids, self._draws,
+                columns, vocab,
+            )  # fmt: skip
         cache, fed = segment.cache, len(segment.tokens)
         rows = fed + min(budget.depth, budget.nodes) - 1
         cache.reserve(rows)
         buffers = self._addresses(cache)
         threads, keys = forward_threads(), min(cache.stored, CHUNK) + rows
         scratch = self._scratch_for(fed, keys, (cache.stored + rows) // CHUNK + 1, threads)
-        count, drawn = self._chains.draw(segment, buffers, scratch, threads, budget, draws, columns, vocab)
+        count, drawn = self._chains.draw(segment, buffers, scratch, threads, budget, numbers)
         self._refuse(-count, fed)
         cache.commit(range(fed))
         cache.reserve(max(count - 1, 0))  # written after it

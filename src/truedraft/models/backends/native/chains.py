@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from truedraft.core.budget import LEAST_KNOWN, Budget
 from truedraft.models.attention import AttentionPattern, Full
 from truedraft.models.backends.native.memory import Addresses, CBatch, CChain, CModel, CScratch, CSegment
-from truedraft.models.base import ChainDraws, DrawnChain, Segment
+from truedraft.models.base import DrawnChain, Segment
 from truedraft.models.cache import FEW
 from truedraft.models.cache.request import stored_place
 from truedraft.models.llama import RotaryTable
@@ -32,6 +31,8 @@ class NativeChains:
         logits: memory for those of one row, padding included.
         ids: of the logits' columns, `[columns]`, int64; None: their numbers.
         functions: of fused.c, as `fused.addresses` gives them.
+        columns: logits of a row without padding.
+        vocab: ids that distributions are over.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class NativeChains:
         logits: Tensor,
         ids: Tensor | None,
         functions: Sequence[int],
+        columns: int,
+        vocab: int,
     ) -> None:
         self._run = library.truedraft_chain
         self._run.restype = ctypes.c_int64
         self._model = model
         self._rotaries, self._patterns = rotaries, patterns
-        self._logits, self._ids = logits, ids
+        self._logits, self._ids, self._vocab = logits, ids, vocab
         self._hidden = logits.new_empty(model.width)
         self._own = torch.empty(0 if ids is None else len(ids), dtype=torch.float32, device=_CPU)
         self._tables = (ctypes.c_void_p * len(rotaries))()
@@ -56,6 +59,7 @@ class NativeChains:
         self._segment, self._batch, self._chain = CSegment(), CBatch(), CChain()
         chain = self._chain
         chain.softmax, chain.draw, chain.largest, chain.token_probs = functions
+        chain.vocab, chain.named, chain.patterns = columns, vocab, len(patterns)
         chain.names = None if ids is None else ids.data_ptr()
         chain.own, chain.least_known = self._own.data_ptr(), LEAST_KNOWN
         self._make_room(FEW, _LEVELS)
@@ -77,22 +81,21 @@ class NativeChains:
         scratch: CScratch,
         threads: int,
         budget: Budget,
-        draws: ChainDraws,
-        columns: int,
-        vocab: int,
+        numbers: Sequence[Sequence[float]],
     ) -> tuple[int, DrawnChain]:
         """See `Backend.draft_chain`; what the library returned comes first. The cache has room for all rows."""
         fed, levels = len(segment.tokens), min(budget.depth, budget.nodes)
         if fed > self._fed or levels > self._levels:
             self._make_room(max(fed, self._fed), max(2 * levels, self._levels))
-        sampled = draws.temperature > 0.0
-        probs = torch.empty(levels if sampled else 0, vocab, dtype=torch.float32, device=_CPU)
+        chain, probs = self._chain, None
+        chain.levels, chain.looks, chain.probs = levels, budget.looks, None
+        if numbers:
+            (chain.temperature, *_), uniforms = numbers
+            self._uniforms[:levels] = [*uniforms]
+            # Torch's default dtype is another one while transformers loads a model.
+            probs = torch.empty(levels, self._vocab, dtype=torch.float32, device=_CPU)
+            chain.probs = probs.data_ptr()
         self._place(segment, buffers, fed + levels - 1)
-        self._uniforms[:levels] = [*draws.uniforms]
-        chain = self._chain
-        chain.levels, chain.vocab, chain.named, chain.patterns = levels, columns, vocab, len(self._patterns)
-        chain.temperature, chain.looks = draws.temperature, budget.looks
-        chain.probs = probs.data_ptr() if sampled else None
         chain.least, chain.floor, (chain.odds, chain.odds_slope) = budget.min_probability, budget.floor, budget.odds
         count: int = self._run(
             ctypes.byref(self._model), ctypes.byref(self._batch), ctypes.byref(scratch),
@@ -101,7 +104,7 @@ class NativeChains:
         )  # fmt: skip
         drawn = max(count, 0)
         confidence = self._chances[:drawn] if budget.looks else ()
-        return count, DrawnChain(self._drawn[:drawn], probs[:drawn] if sampled else None, confidence)
+        return count, (self._drawn[:drawn], None if probs is None else probs[:drawn], confidence)
 
     def _place(self, segment: Segment, buffers: Addresses, rows: int) -> None:
         """Describe the rows of the first forward, then those of the others, one each."""
@@ -113,15 +116,11 @@ class NativeChains:
             rotary.reach(before + rows - 1)
             self._tables[number] = rotary.table.data_ptr()
         if self._patterns != (Full(),):
-            first = [
-                [max(0, stored_place(each.first(cache.length + row), cache.dropped)) for row in range(rows)]
-                for each in self._patterns
+            places = [(each, row) for each in self._patterns for row in range(fed)]
+            places += [(each, row) for row in range(fed, rows) for each in self._patterns]
+            self._first[: len(places)] = [
+                max(0, stored_place(each.first(cache.length + row), cache.dropped)) for each, row in places
             ]
-            of_all: list[ctypes.c_int64 | int] = [
-                *itertools.chain.from_iterable(own[:fed] for own in first),
-                *_by_row(first, fed),
-            ]
-            self._first[: len(of_all)] = of_all
         of, batch, at = self._segment, self._batch, ctypes.addressof
         of.keys, of.values = at(buffers.keys), at(buffers.values)
         of.count, of.length, of.capacity, of.coded = fed, cache.stored, cache.capacity, buffers.coded
@@ -129,12 +128,3 @@ class NativeChains:
         batch.tokens, batch.positions, batch.rows = at(self._tokens), at(self._positions), at(self._last)
         batch.rotary, batch.first, batch.segment = at(self._tables), at(self._first), ctypes.pointer(of)
         self._chain.later = at(self._first) + fed * len(self._patterns) * ctypes.sizeof(ctypes.c_int64)
-
-
-def _by_row(first: Sequence[Sequence[int]], fed: int) -> list[int]:
-    """Of `[patterns][rows]` those from row number `fed` on, row by row.
-
-    >>> _by_row([[0, 1, 2], [5, 6, 7]], 1)
-    [1, 6, 2, 7]
-    """
-    return list(itertools.chain.from_iterable(zip(*(own[fed:] for own in first), strict=True)))
