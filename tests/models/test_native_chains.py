@@ -35,7 +35,7 @@ BUDGETS = {
     "expected to survive": Budget(24, floor=0.02, odds=(0.3, 0.4)),
     "one": Budget(1),
 }
-Proposed = tuple[list[int], Any, Any, Tensor | None, Sequence[float]]
+Proposed = tuple[list[int], Any, Any, Tensor | None, Sequence[float], int]
 
 
 class Counted(DraftModel):
@@ -57,7 +57,7 @@ class Counted(DraftModel):
 
 
 def drafted(drafter: DraftModel, params: SamplingParams, length: int, shaped: bool = False) -> list[Proposed]:
-    """What is proposed in some steps after a text, of which other numbers of tokens are accepted."""
+    """What is proposed, and kept in its cache, in some steps after a text that accept other numbers of tokens."""
     vocab, draw = drafter.model.vocab_size, random.Random(length)
     text = [draw.randrange(vocab) for _ in range(length)]
     shaping = Shaping(params, text, length, (), (), vocab) if shaped else None
@@ -69,18 +69,19 @@ def drafted(drafter: DraftModel, params: SamplingParams, length: int, shaped: bo
         proposal.check()
         ids = proposal.tree.host_ids
         assert proposal.tree.tokens.tolist() == ids
-        found.append((ids, proposal.tree.shape, proposal.draws, proposal.probs, proposal.confidence))
         accepted = draw.randrange(len(ids) + 1)
         new = (*ids[:accepted], *(draw.randrange(vocab) for _ in range(draw.choice((1, 1, 5)))))
         text.extend(new)
         drafter.observe([request], [StepOutcome(proposal, tuple(range(accepted)), new)])
+        kept = drafter.caches[0].length
+        found.append((ids, proposal.tree.shape, proposal.draws, proposal.probs, proposal.confidence, kept))
     drafter.end(request)
     return found
 
 
 def assert_equal(whole: Sequence[Proposed], levels: Sequence[Proposed]) -> None:
     for ours, theirs in zip(whole, levels, strict=True):
-        assert (ours[:3], ours[4]) == (theirs[:3], theirs[4])
+        assert (ours[:3], ours[4:]) == (theirs[:3], theirs[4:])
         assert (ours[3] is None) is (theirs[3] is None)
         assert ours[3] is None or theirs[3] is None or ours[3].equal(theirs[3])
 
