@@ -45,6 +45,8 @@ class SimulatedDrafter:
         tree: of each node of a tree, in the order in which budgets take them, its parent (-1 is the root) and the true
             chance that it is accepted; then `acceptance` says nothing. Those of siblings add up to no more than their
             parent's. Empty: chains.
+        probabilities: of a chain's tokens, all equally likely; each is accepted with its probability, and the drafter stops
+            by it. Empty: `acceptance` says what is accepted.
     """
 
     acceptance: Acceptance
@@ -54,6 +56,7 @@ class SimulatedDrafter:
     known: Sequence[float] = ()
     levels: Callable[[int], int] | None = None
     tree: Sequence[tuple[int, float]] = ()
+    probabilities: Sequence[float] = ()
 
     def gains(self, seconds: float, request: int) -> list[float]:
         """True chances that its first, second, ... node is accepted."""
@@ -77,6 +80,15 @@ class SimulatedDrafter:
             elif parent == node:
                 below -= share
         return tuple(path)
+
+    def draw(self, budget: Budget, chance: random.Random) -> tuple[list[float], int]:
+        """Probabilities of the tokens of a chain, where it stops by them, and how many tokens are accepted."""
+        drawn: list[float] = []
+        survival = 1.0
+        while len(drawn) < min(budget.depth, budget.nodes) and (not drawn or budget.continues(drawn[-1], survival)):
+            drawn.append(chance.choice(self.probabilities))
+            survival *= budget.chance(drawn[-1])
+        return drawn, next((place for place, each in enumerate(drawn) if chance.random() >= each), len(drawn))
 
     @property
     def trees(self) -> SimulatedDrafter:
@@ -286,16 +298,22 @@ class Simulation:
         decision = decision.cut(max(request.remaining - 1, 0))
         nodes = depth = 0
         path: tuple[int, ...] = ()
+        confidence: tuple[float, ...] = ()
         drafter = self.drafters[decision.drafter]
         if not decision.is_zero and (drafter.hint is None or drafter.hint(request.id, now).finds):
             limits, budget = drafter.limits, decision.budget
             depth = min(budget.depth, budget.nodes)
             nodes = budget.nodes if drafter.tree else depth
             assert nodes <= limits.nodes and depth <= limits.depth, "more than the drafter's limits allow"
-            path = drafter.accepted(nodes, now, request.id, self._chance)
+            if drafter.probabilities:
+                drawn, accepted = drafter.draw(budget, self._chance)
+                nodes = depth = len(drawn)
+                path, confidence = tuple(range(accepted)), tuple(drawn[: accepted + 1])
+            else:
+                path = drafter.accepted(nodes, now, request.id, self._chance)
         accepted = len(path)
         rejected = accepted < depth
-        share = DraftShare(decision.drafter, nodes, depth, path, accepted + rejected)
+        share = DraftShare(decision.drafter, nodes, depth, path, accepted + rejected, confidence)
         step = RequestStep(
             request.id, view.context, 1 + nodes, False, nodes, depth, nodes, accepted, accepted + 1, rejected,
             decision=decision, shares=(share,) if nodes else (), greedy=request.params.greedy,

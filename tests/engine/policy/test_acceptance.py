@@ -40,6 +40,37 @@ def test_one_verdict_by_hand() -> None:
     assert gains.gains(2) == pytest.approx([0.6, 0.6 * 0.5 * 5 / 4.5])
 
 
+def test_the_first_rate_may_be_a_standard_error_higher_by_hand() -> None:
+    """A prior of 0.5 worth four verdicts has one of 0.25. Requests after the first also differ from each other by 0.2,
+    and a request's own verdicts leave the others' 4 of 5 parts of the weight after the first.
+    """
+    gains = Acceptance([0.5], chain=True)
+    assert gains.optimism == pytest.approx(0.75 / 0.5)
+    first, second = gains.of_one(), gains.of_one()
+    assert second.optimism == pytest.approx((0.5 + math.hypot(0.25, 0.2)) / 0.5)
+    first.learn(chain(1, 1), 0)
+    assert first.rates(1) == pytest.approx([0.6])
+    assert first.optimism == pytest.approx((0.6 + 0.8 * math.hypot(0.25, 0.2)) / 0.6)
+    assert Acceptance([1.0], chain=True).optimism == 1.0
+    assert learnt(Acceptance([0.5], chain=True), 0.5, 400).optimism < 1.1
+
+
+def test_how_long_proposals_are_that_may_stop_by_hand() -> None:
+    """At first the square root of the chance that all tokens before are accepted; then the shares of those drafted."""
+    gains = Acceptance([0.64], chain=True)
+    assert gains.drafted(3) == pytest.approx([1.0, 0.8, 0.64])
+    gains.learn(chain(1, 1, 1), 0, most=3)  # the second place counts as rejected
+    rates = [(4 * 0.64 + 1) / 5, (4 * 0.64 * (4 + 1) / (4 + 0.64)) / 5]
+    assert gains.rates(2) == pytest.approx(rates)
+    survival = [1.0, rates[0], rates[0] * rates[1]]
+    assert gains.drafted(3) == pytest.approx([1.0, 0.8 * survival[1] ** 0.5, 0.8 * survival[2] ** 0.5])
+    own = gains.of_one()
+    expected = gains.drafted(2)[1]
+    own.learn(chain(2, 1, 2), 1, most=2)  # drafted in full: the second was rejected itself
+    weight = gains._weight
+    assert own.drafted(2)[1] == pytest.approx((weight * expected + 1) / (weight + 1))
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
 def test_estimates_find_the_truth(rate: float) -> None:
     gains = learnt(Acceptance([0.65], chain=True), rate, 400)

@@ -332,6 +332,54 @@ def test_verdicts_that_follow_one_another_are_followed() -> None:
     assert run(Goodput(clock=FakeClock())).tokens > 1.1 * fixed
 
 
+@pytest.mark.parametrize(
+    ("probabilities", "token_s", "gained"),
+    [((0.95, 0.2), 0.001, 1.05), ((0.9, 0.5, 0.1), 0.002, 1.02), ((0.3,), 0.001, 0.96)],
+)
+def test_chains_that_stop_by_their_probabilities_are_worth_what_they_take_then(
+    probabilities: Sequence[float], token_s: float, gained: float
+) -> None:
+    """They are compared with plain decoding by the tokens that they draft on average, and are as good as the best floor."""
+
+    def run(controller: Controller) -> int:
+        clock = controller._clock if isinstance(controller, Goodput) else FakeClock()
+        limits = Budget(12, 1, 12)
+        drafter = SimulatedDrafter(
+            steady(0.0), token_s, limits, lambda request, seconds: Hint(confident=True), probabilities=probabilities
+        )
+        simulation = Simulation(controller, {"a": drafter}, clock, Machine(lambda rows: STEP_S + 0.001 * (rows - 1)))
+        simulation.run(2.0, 60.0)
+        return simulation.tokens
+
+    lengths = max(run(FixedBudget(Budget(length, 1, length))) for length in range(7))
+    floors = max(run(FixedBudget(Budget(12, 1, 12, floor=0.05 * floor))) for floor in range(1, 16))
+    found = run(Goodput(clock=FakeClock()))
+    assert found > 0.96 * max(floors, lengths)
+    assert found > gained * lengths
+
+
+def test_one_answer_of_bad_drafts_says_little_about_the_next() -> None:
+    """In the first of twenty answers hardly anything is accepted, in the others two thirds: these gain as they would
+    have without the first one.
+    """
+
+    def gains(first: float) -> float:
+        drafter = SimulatedDrafter(lambda seconds, request, position: 0.65 if request else first, 0.2 * STEP_S)
+        found = []
+        for seed in range(5):
+            simulation = simulated(drafters=[drafter], seed=seed)
+            for number in range(20):
+                simulation.requests = [SimulatedRequest(number, remaining=128)]
+                if number == 1:
+                    simulation.reset()
+                while simulation.requests[0].remaining > 0:
+                    simulation.step()
+            found.append(simulation.of_plain)
+        return statistics.mean(found)
+
+    assert gains(0.05) > 0.97 * gains(0.65) > 0.97 * 1.3
+
+
 # ------------------------------------------------------------------------------------------ hysteresis
 
 
@@ -471,7 +519,7 @@ def test_decisions_are_kept_where_making_them_takes_long() -> None:
 
 @pytest.mark.parametrize("asking_s", [5e-6, 2e-5, 1.5e-4])
 def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> None:
-    """Steps of two milliseconds and more. At most two in a row with drafts go by without a question."""
+    """Steps of two milliseconds and more. At most four in a row with drafts go by without a question."""
     machine = Machine(lambda rows: 0.002 + 0.00006 * (rows - 1))
     drafter = SimulatedDrafter(steady(0.7), token_s=0.0002)
     simulation = simulated(drafters=[drafter], machine=machine, reading_s=asking_s / 5.0, deciding_s=asking_s)
@@ -480,7 +528,7 @@ def test_where_asking_takes_long_it_is_asked_of_fewer_steps(asking_s: float) -> 
     if asking_s < 1e-4:
         assert asked > 0.99
     else:
-        assert 1 / 3 <= asked < 0.6
+        assert 1 / 5 <= asked < 0.6
     assert simulation.deciding_s < 0.03 * simulation.seconds
     assert simulation.of_best > 0.93
 

@@ -44,6 +44,31 @@ def test_budgets_of_candidates() -> None:
     assert tree.budget(7) == Budget(3, 4, 7, 0.2)
 
 
+def test_a_chain_that_can_stop_takes_what_it_drafts_on_average() -> None:
+    """Of three tokens the second is drafted in half of all steps, the third in a quarter: 1.75 rows and levels. A further row
+    takes 1 ms, as a level does: 2 ms are worth 0.362 tokens where 1.9 take 10.5 ms. Tokens after a first one gain 0.3 and
+    cost 0.75 of that, so a further token is worth 0.6 + 0.0286 where it is drafted.
+    """
+    chain = Candidate("a", CHAIN, [0.6, 0.2, 0.1], odds=(0.1, 0.9), drafted=[1.0, 0.5, 0.25])
+    assert (chain.rows(3), chain.levels(3), chain.sizes) == (1.75, 1.75, [3])
+    planner = Planner(FakeTimes([0.0, 0.008, 0.008, 0.009, 0.010, 0.011, 0.012], {"a": 0.001}), [0], greedy=True)
+    best = planner.best([[chain]])
+    assert shares(best) == [("a", 3)]
+    assert (best.tokens, best.seconds) == (pytest.approx(1.9), pytest.approx(0.00875 + 0.00175))
+    floor = planner.floor(best, best.shares[0])
+    price = 1.9 / 0.0105 * (0.001 + 0.001)
+    assert floor == pytest.approx(price / (0.6 + 0.3 - 0.75 * price))
+    assert chain.budget(3, floor) == Budget(4, 1, 4, 0.0, pytest.approx(floor), (0.1, 0.9))
+    assert chain.budget(3) == Budget(3, 1, 3), "without a floor there is nothing to stop by"
+
+
+def test_hope_chooses_and_what_is_expected_is_said() -> None:
+    chain = Candidate("a", CHAIN, [0.6, 0.3], optimism=1.5)
+    assert list(chain.tokens) == pytest.approx([1.0, 1.9, 2.35])
+    assert [chain.expected(nodes) for nodes in range(3)] == pytest.approx([1.0, 1.6, 1.9])
+    assert list(Candidate("a", CHAIN, [0.8], optimism=2.0).tokens) == [1.0, 2.0], "never more than all"
+
+
 def test_tokens_that_guesses_give_take_no_level_of_drafting() -> None:
     """Of three tokens the two behind the first take half a level each; of a tree as deep as it is, as many."""
     chain = Candidate("a", CHAIN, [0.9, 0.8, 0.7], guessed=0.5)

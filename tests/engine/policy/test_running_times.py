@@ -68,6 +68,17 @@ def test_what_holds_for_one_size_is_learnt_slowly_and_said_of_its_neighbours() -
     assert corrected.factor(16) < corrected.factor(8), "nobody saw it there"
 
 
+def test_the_first_steps_of_a_size_say_most_about_it() -> None:
+    """A quarter, a fifth, a sixth of what is missing: a curve that is wrong at one size is put right in a few steps."""
+    clock = FakeClock()
+    corrected = Corrected(clock)
+    learn_for(corrected, clock, 0.5, 1.0, [1])
+    for number, left in enumerate([3 / 4, 3 / 4 * 4 / 5, 3 / 4 * 4 / 5 * 5 / 6]):
+        clock.now += 0.01
+        corrected.learn(8, 0.01 * math.exp(0.3), 0.01, common=0.0)
+        assert corrected._shape_at(8) == pytest.approx(0.3 * (1.0 - left)), number
+
+
 def test_one_step_that_was_interrupted_moves_little() -> None:
     clock = FakeClock()
     corrected = Corrected(clock)
@@ -316,3 +327,37 @@ def test_gains_measured_before_are_handed_on() -> None:
     view = type("View", (), {"params": None})()
     assert times.acceptance("a", view) == [0.5, 0.2]
     assert times.acceptance("b", view) == ()
+
+
+def test_corrections_of_a_curve_are_not_those_of_the_next() -> None:
+    """The first curve was half of what steps take; the one that replaces it is right, and one drafter's says nothing of
+    another's.
+    """
+
+    class Once:
+        known, name = True, None
+
+        def go_on(self) -> bool:
+            return False
+
+        def release(self) -> None: ...
+
+    clock, machine, drafter = FakeClock(), Machine(believed=0.5, drafting_believed=0.5), SimulatedDrafter(steady(0.5))
+    times = RunningTimes(machine, {"a": drafter, "b": drafter}, clock)  # type: ignore[arg-type]
+    for name in "ab":
+        times.drafting_s(name, 1, 2, True)
+    for _ in range(30):
+        for rows in (1, 3):
+            clock.now += 0.01
+            spent = [DraftTime(name, 1, 2, 2, 1, 2 * DRAFT_S) for name in "ab"] if rows > 1 else []
+            times.observe(record(machine.step_s(rows) + 4 * DRAFT_S * bool(spent), rows, spent))
+    before = [times.step_s(3, [100], True), times.drafting_s("a", 1, 2, True), times.drafting_s("b", 1, 2, True)]
+    assert before == pytest.approx([machine.step_s(3), 2 * DRAFT_S, 2 * DRAFT_S], rel=0.05)
+    machine._believed = 1.0
+    times._measure_on([Once()])  # type: ignore[list-item]
+    assert [times.step_s(rows, [100], True) for rows in (1, 3)] == [machine.step_s(rows) for rows in (1, 3)]
+    assert times.drafting_s("b", 1, 2, True) == before[2]
+    machine._drafting_believed, Once.name = 1.0, "a"  # type: ignore[assignment]
+    times._measure_on([Once()])  # type: ignore[list-item]
+    assert times.drafting_s("a", 1, 2, True) == pytest.approx(2 * DRAFT_S)
+    assert times.drafting_s("b", 1, 2, True) == pytest.approx(4 * DRAFT_S, rel=0.05), "its correction is still there"

@@ -23,6 +23,7 @@ _WEIGHT = 4.0  # of the prior, in verdicts
 _MEMORY, _OWN_MEMORY = 200.0, 12.0  # verdicts in which a weight decays by 1 / e, for all requests and for one
 _FORGETS = 400.0  # steps without verdicts in which weights decay by 1 / e
 _WEIGHTS = (4.0, 12.0, 48.0)  # possible weights of the pool in one request's estimates, in verdicts
+_APART = 0.2  # standard deviation of rates between requests, until a request has verdicts of its own
 _HOPE = 1.5  # standard errors above the estimate: discounted UCB (Garivier and Moulines, arXiv 0805.3415)
 _MOST_HOPED = 4  # tokens of a chain
 _LEARNING_RATE = 0.05
@@ -50,12 +51,16 @@ class Acceptance:
         self._keep = math.exp(-1.0 / (_MEMORY if pool is None else _OWN_MEMORY))
         self._accepted: list[float] = []
         self._tried: list[float] = []
+        self._drafted: list[float] = []  # by place, of proposals that could have been as long
+        self._drafts: list[float] = []  # these
         self._step = 0  # of the last verdict
+        self._begun = 0  # requests with estimates of their own
         self._errors = [0.0] * len(_WEIGHTS)  # prediction errors of each weight for single requests
         self._weight = _WEIGHTS[0]  # the one with the least error
         self._known: list[float] = []  # rates of the first places, until the next verdict
 
     def of_one(self) -> Acceptance:
+        self._begun += 1
         return Acceptance((), self.chain, self)
 
     def rates(self, count: int) -> list[float]:
@@ -92,15 +97,37 @@ class Acceptance:
             return _cut(itertools.accumulate(self.rates(count), operator.mul))
         return _cut(falling(self.rates(len(self._prior)))[:count])
 
+    @property
+    def optimism(self) -> float:
+        """Factor on gains if the first node's rate is one standard error above its estimate by all requests.
+
+        Drafts that are not made give no verdicts, so without it a few bad ones would keep a good drafter out.
+        """
+        rate, pool = self.rates(1)[0], self._pool or self
+        doubt = _doubt(*pool._outlook(slice(0, 1), pool._step))
+        if self._pool is not None:
+            others = pool._begun > 1  # until then all verdicts are its own
+            doubt = math.hypot(doubt, _APART * others) * pool._weight / (pool._weight + sum(self._tried[:1]))
+        return min(rate + doubt, 1.0) / max(rate, 1e-9)
+
+    def drafted(self, count: int) -> list[float]:
+        """Shares of proposals of a chain that have a first, second, ... token, where the drafter may stop before."""
+        if self._pool is None:
+            survival = itertools.accumulate(self.rates(count)[: count - 1], operator.mul, initial=1.0)
+            expected, weight = [math.sqrt(each) for each in survival], _WEIGHT
+        else:
+            expected, weight = self._pool.drafted(count), self._pool._weight
+        pairs = zip(expected, self._drafted, self._drafts, strict=False)
+        found = [(weight * before + drafted) / (weight + drafts) for before, drafted, drafts in pairs]
+        return found + expected[len(found) :]
+
     def hoped(self, count: int, beyond: int, step: int) -> list[float]:
         """Gains with an upper confidence bound on the rates after the first `beyond` nodes. For a chain, and a tree of
         which nothing is drafted, the first node represents all.
         """
         rates, rest = self.rates(count), slice(beyond, count if beyond else 1)
         rate, verdicts = self._outlook(rest, step)
-        # A rate of 0 or 1 has the variance that one more, opposite verdict would give it.
-        doubt = math.sqrt(max(rate * (1.0 - rate), 0.5 / (verdicts + 1.0)) / verdicts)
-        hoped = min(rate + _HOPE * doubt, 1.0)
+        hoped = min(rate + _HOPE * _doubt(rate, verdicts), 1.0)
         if self.chain:
             return _cut(itertools.accumulate([hoped] * min(count, _MOST_HOPED), operator.mul))
         factor = hoped / max(_mean(rates[rest]), 1e-9)
@@ -119,18 +146,26 @@ class Acceptance:
     def _fresh(self, step: int) -> float:
         return math.exp((self._step - step) / _FORGETS)
 
-    def learn(self, share: DraftShare, step: int, stopped: bool = False) -> None:
-        """Add the verdicts on a proposal; if one `stopped` early, all accepted, the next place counts as rejected."""
+    def learn(self, share: DraftShare, step: int, most: int = 0) -> None:
+        """Add the verdicts on a proposal. If it stopped before `most` tokens by its probabilities and all were accepted, the
+        next place counts as rejected.
+        """
+        stopped = share.depth < most and len(share.path) == share.depth
         judged = (share.judged if self.chain else share.nodes) + stopped
         if self._pool is not None and judged:
             self._pool._judge(self, 0 in share.path)
-        self._tried += [0.0] * (judged - len(self._tried))
-        self._accepted += [0.0] * (judged - len(self._accepted))
+        for counts in (self._tried, self._accepted):
+            counts += [0.0] * (judged - len(counts))
+        for counts in (self._drafted, self._drafts):
+            counts += [0.0] * (most - len(counts))
         # Places that were not tried decay as well, by steps, so that a few old verdicts do not keep a budget short. The
         # pool's do not, or any drafter that is not tried would look profitable after a while.
         keep = self._keep if self._pool is None else self._keep * self._fresh(step)
         self._tried = [keep * each + (place < judged) for place, each in enumerate(self._tried)]
         self._accepted = [keep * each for each in self._accepted]
+        if most:
+            self._drafted = [keep * each + (place < share.depth) for place, each in enumerate(self._drafted)]
+            self._drafts = [keep * each + (place < most) for place, each in enumerate(self._drafts)]
         for place in share.path:
             self._accepted[place] += 1.0
         self._step = step
@@ -142,6 +177,11 @@ class Acceptance:
             predicted = (weight * rate + own[0]) / (weight + own[1])
             self._errors[number] = self._keep * self._errors[number] + (predicted - accepted) ** 2
         self._weight = _WEIGHTS[self._errors.index(min(self._errors))]
+
+
+def _doubt(rate: float, verdicts: float) -> float:
+    """The standard error of a rate. One of 0 or 1 has the variance that one more, opposite verdict would give it."""
+    return math.sqrt(max(rate * (1.0 - rate), 0.5 / (verdicts + 1.0)) / verdicts)
 
 
 def falling(gains: Sequence[float]) -> list[float]:

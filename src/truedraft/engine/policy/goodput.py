@@ -22,10 +22,10 @@ from truedraft.engine.policy.base import Controller, StepTimes
 from truedraft.engine.policy.plan import SIZES, TOLD, Candidate, Plan, Planner, Share
 
 _MOST_KINDS = 512  # estimates kept, over drafters and sampling options
-_AHEAD = 32  # tokens over which catching up must pay off, where so many may still be emitted
+_AHEAD = 96  # tokens over which catching up must pay off, where so many may still be emitted
 _HYSTERESIS = 0.02  # gain below which nothing is changed, because costs are not known more exactly
 _PLAN_SHARE, _MOST_KEPT = 0.005, 96  # share of time for planning, and most steps for which a plan is kept to stay below
-_DECIDE_SHARE, _MOST_RESTS = 0.02, 2  # share of time for deciding in drafted steps, and most steps without deciding
+_DECIDE_SHARE, _MOST_RESTS = 0.01, 4  # share of time for deciding in drafted steps, and most steps without deciding
 _PLAIN_RESTS, _PLAIN_RESTS_S = 32, 0.03  # plain steps, and seconds, between two decisions
 _OTHER_BATCH = 0.34  # relative change of the number of requests after which a plan is no longer valid
 _CREDIT_STEPS = 4.0  # steps of time that probing may lose at once
@@ -189,8 +189,9 @@ class Goodput(Controller):
         planner, plan, _ = self._planned
         candidate, nodes = share
         floor = planner.floor(plan, share) if candidate.odds is not None else 0.0
-        tokens, speedup = candidate.tokens[nodes], plan.rate / planner.plain.rate
-        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), reason, tokens, speedup)
+        expected = candidate.expected(nodes)
+        speedup = plan.rate / planner.plain.rate * expected / candidate.tokens[nodes]
+        return Decision(candidate.drafter, candidate.budget(nodes, floor), (), reason, expected, speedup)
 
     def _plain(self, view: RequestView, reason: str = "plain") -> Decision:
         assert self._planned is not None
@@ -220,13 +221,15 @@ class Goodput(Controller):
             if not hint.finds:
                 continue
             limits = view.limits[drafter].cut(room)
-            gains = self._acceptance(view, own, (drafter, _kind(own, drafter, hint))).gains(_most(limits, room))
+            acceptance = self._acceptance(view, own, (drafter, _kind(own, drafter, hint)))
+            gains = acceptance.gains(_most(limits, room))
             late_s = self._timing.catch_up_s(drafter, hint.behind, view.params.greedy)
-            odds = None
+            odds, drafted = None, None
             if hint.confident and self._token_s(drafter, view) >= _COSTLY_TOKEN_S:
-                odds = self._odds_of(own, drafter).odds
+                odds, drafted = self._odds_of(own, drafter).odds, acceptance.drafted(len(gains))
             ahead = max(1, min(room, _AHEAD) // 2)
-            found.append(Candidate(drafter, limits, gains, late_s / ahead, late_s, odds, hint.guessed))
+            setup_s, optimism = late_s / ahead, acceptance.optimism
+            found.append(Candidate(drafter, limits, gains, setup_s, late_s, odds, hint.guessed, drafted, optimism))
         return found
 
     def _token_s(self, drafter: str, view: RequestView) -> float:
@@ -321,7 +324,8 @@ class Goodput(Controller):
                 return None
         acceptance = own.acceptance[each.drafter, _kind(own, each.drafter, hints[each.drafter])]
         gains = acceptance.hoped(most, beyond, self._step)
-        return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s)
+        drafted = acceptance.drafted(len(gains)) if each.drafted else None
+        return Candidate(each.drafter, each.limits, gains, each.setup_s, each.catch_up_s, each.odds, drafted=drafted)
 
     def observe(self, record: StepRecord) -> None:
         if record.nodes and not self._decided_now:  # only its verdicts are learned
@@ -407,12 +411,11 @@ class Goodput(Controller):
             if kind not in own.acceptance:
                 continue
             budget = step.decision.budget if step.decision is not None else NO_DRAFT
-            short = share.depth < min(budget.depth, budget.nodes) and len(share.path) == share.depth
-            stopped = short and budget.floor > 0.0
-            own.acceptance[kind].learn(share, self._step, stopped)
+            most = min(budget.depth, budget.nodes) if budget.floor > 0.0 else 0  # it may have stopped before
+            own.acceptance[kind].learn(share, self._step, most)
             own.accepted[share.drafter] = bool(share.path) or not self._follows
             if (own.shaping, kind) in self._pool:
-                _used(self._pool, (own.shaping, kind)).learn(share, self._step, stopped)
+                _used(self._pool, (own.shaping, kind)).learn(share, self._step, most)
                 if share.confidence:
                     self._odds_of(own, share.drafter).learn(share)
 

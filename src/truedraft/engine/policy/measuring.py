@@ -99,8 +99,19 @@ def piecewise(
     progress(1.0, label)
 
 
+def quartile(values: Sequence[float]) -> float:
+    """The lower quartile: the least of up to four values.
+
+    >>> quartile([3.0, 1.0, 2.0]), quartile([5.0, 4.0, 3.0, 2.0, 1.0])
+    (1.0, 2.0)
+    """
+    return sorted(values)[(len(values) - 1) // 4]
+
+
 class Times(ABC, Generic[Key, Cost]):
-    """Measures a cost in rounds, one key at a time; the result is the median of settled samples, if any."""
+    """Measures a cost in rounds, one key at a time; the result is the lower quartile of settled samples, if any: other
+    load only adds time, and of three samples a median is wrong where two are.
+    """
 
     keys: Sequence[Key]
 
@@ -192,9 +203,9 @@ class TargetTimes(Times[_Cell, TargetCost]):
         first = self.keys[0]
         settled_s = _settled_s(self._model, self._filled(first)[0], self._clock) if whole else None
         times = self._others | self._settled
-        single = {(cell.rows, cell.context): median(times[cell]) for cell in self.keys if cell.requests == 1}
+        single = {(cell.rows, cell.context): quartile(times[cell]) for cell in self.keys if cell.requests == 1}
         batches = [
-            BatchPoint(cell.requests, cell.context, median(times[cell])) for cell in self.keys if cell.requests > 1
+            BatchPoint(cell.requests, cell.context, quartile(times[cell])) for cell in self.keys if cell.requests > 1
         ]
         cost = TargetCost.fit(single, batches)
         saved_s = cost(1, [first.context]) - settled_s if settled_s is not None else 0.0
@@ -336,7 +347,7 @@ class DrafterTimes(Times[int, DraftCost]):
         points = []
         for depth in sorted(depth for depth in found if depth > 0) or [0]:  # empty proposals only if all are
             nodes = round(median(nodes for nodes, _ in found[depth]))
-            points.append(DraftPoint(max(1, depth), max(1, nodes), median(seconds for _, seconds in found[depth])))
+            points.append(DraftPoint(max(1, depth), max(1, nodes), quartile([seconds for _, seconds in found[depth]])))
         return DraftCost(tuple(points))
 
     @torch.inference_mode()

@@ -42,28 +42,40 @@ class Candidate:
     catch_up_s: float = 0.0  # all seconds of catching up
     odds: tuple[float, float] | None = None  # how its token probabilities predict acceptance; None: it cannot stop
     guessed: float = 0.0  # share of a chain's tokens, without its first, that take no level of drafting
+    drafted: Sequence[float] | None = None  # share of proposals with so many tokens, where it can stop before
+    optimism: float = 1.0  # factor on the gains by which drafts are chosen
     sizes: Sequence[int] = field(init=False)
-    tokens: Sequence[float] = field(init=False)  # expected of a step with 0, 1, 2, ... nodes
+    tokens: Sequence[float] = field(init=False)  # hoped for in a step with 0, 1, 2, ... nodes
     logs: Sequence[float] = field(init=False)
 
     def __post_init__(self) -> None:
         most = len(self.gains)
-        self.sizes = [*itertools.takewhile(lambda size: size < most, SIZES), most]
-        self.tokens = list(itertools.accumulate(self.gains, initial=1.0))
+        # One that can stop may be as long as it is likely.
+        self.sizes = [*itertools.takewhile(lambda size: size < most, SIZES if self.drafted is None else ()), most]
+        self.tokens = list(itertools.accumulate([min(self.optimism * each, 1.0) for each in self.gains], initial=1.0))
         self.logs = list(map(math.log, self.tokens))
 
+    def nearest(self, size: int) -> int:
+        return min(size, len(self.gains)) if self.drafted is None else len(self.gains)
+
+    def expected(self, nodes: int) -> float:
+        return 1.0 + sum(self.gains[:nodes])
+
+    def rows(self, nodes: int) -> float:
+        """Expected number of drafted nodes."""
+        return nodes if self.drafted is None else sum(self.drafted[:nodes])
+
     def levels(self, nodes: int) -> float:
-        depth = min(nodes, self.limits.depth)
+        depth = min(self.rows(nodes), self.limits.depth)
         return depth - self.guessed * (depth - 1) if self.guessed else depth
 
     def budget(self, nodes: int, floor: float = 0.0) -> Budget:
-        """The budget for `nodes` nodes; with a floor of survival, as many as pay, about `nodes`."""
+        """The budget for `nodes` nodes; with a floor of survival, as many as pay."""
         limits = self.limits
         if self.odds is None or not floor:
             return Budget(min(nodes, limits.depth), limits.width, nodes, limits.min_probability)
-        most = min(2 * nodes + 2, limits.depth)
-        # A further token is about as likely to be accepted as the first one.
-        return Budget(most, 1, most, limits.min_probability, min(floor / self.gains[0], 1.0), self.odds)
+        most = min(limits.nodes, limits.depth)
+        return Budget(most, 1, most, limits.min_probability, min(floor, 1.0), self.odds)
 
 
 Share: TypeAlias = tuple[Candidate, int] | None
@@ -92,7 +104,7 @@ class Choice(NamedTuple):
 
 
 _rate = operator.attrgetter("rate")
-_Load: TypeAlias = tuple[int, dict[str, tuple[int, float]], float]  # see `Planner._load`
+_Load: TypeAlias = tuple[float, dict[str, tuple[int, float]], float]  # see `Planner._load`
 
 
 class Planner:
@@ -116,7 +128,7 @@ class Planner:
         for name in dict.fromkeys(each.drafter for own in candidates for each in own) if len(candidates) > 1 else ():
             own = [next((each for each in of_one if each.drafter == name), None) for of_one in candidates]
             sizes = sorted({size for each in own if each is not None for size in each.sizes})
-            same = [[None if each is None else (each, min(size, len(each.gains))) for each in own] for size in sizes]
+            same = [[None if each is None else (each, each.nearest(size)) for each in own] for size in sizes]
             starts.append(max(map(self.plan, same), key=_rate))
         return max([self._improved(plan, candidates) for plan in starts], key=_rate)
 
@@ -155,7 +167,8 @@ class Planner:
         without_s = self.step_s(rows) + self.drafting_s(name, requests, deepest) - candidate.setup_s
         for nodes in sizes:
             levels = max(candidate.levels(nodes), deepest)
-            yield nodes, self.step_s(rows + nodes) + self.drafting_s(name, requests + 1, levels) - without_s
+            more_s = self.step_s(rows + candidate.rows(nodes)) + self.drafting_s(name, requests + 1, levels)
+            yield nodes, more_s - without_s
 
     def _value(self, plan: Plan, candidate: Candidate, nodes: int) -> float:
         """Tokens of the batch beyond the first: the slope of count times a geometric mean, by the logarithm of one."""
@@ -187,23 +200,30 @@ class Planner:
             row_ms = 1e3 * max(self.step_s(count + nodes) - self.step_s(count), 0.0) / nodes
             notes.append(
                 f"{each.drafter}: a draft of {nodes} takes {draft_ms:.2f} ms, a row {row_ms:.2f} ms, and "
-                f"{each.tokens[nodes] - 1.0:.1f} of {nodes} were expected to be accepted"
+                f"{each.expected(nodes) - 1.0:.1f} of {nodes} were expected to be accepted"
             )
         return f"{'; '.join(notes)}; a plain step takes {1e3 * self.step_s(count):.2f} ms"
 
     def floor(self, plan: Plan, share: Share) -> float:
-        """The acceptance below which a token of a chain does not pay; its level's cost is shared by the batch."""
+        """The survival of a chain's last token below which a further token does not pay.
+
+        It is accepted as often as a first one, and then the tokens that follow bring what those after a first one do.
+        Its level's cost is shared by the batch.
+        """
         if share is None:
             return 0.0
         candidate, nodes = share
         rows, drafting, _ = self._load(plan.shares)
-        row_s = max(self.step_s(rows + 4) - self.step_s(rows), 0.0) / 4.0
+        row_s = max(self.step_s(rows + 2) - self.step_s(rows), 0.0) / 2.0
         together, _ = drafting.get(candidate.drafter, (1, 0.0))
-        levels_s = [self.drafting_s(candidate.drafter, together, levels) for levels in (nodes, nodes + 1)]
+        levels = candidate.levels(nodes)
+        levels_s = [self.drafting_s(candidate.drafter, together, each) for each in (levels, levels + 1)]
         level_s = max(levels_s[1] - levels_s[0], 0.0) / together
         count = len(self._contexts)
         value = 1.0 if count == 1 else plan.tokens / count / candidate.tokens[nodes]
-        return plan.rate * (row_s + level_s) / value
+        price = plan.rate * (row_s + level_s) / value
+        later = sum(candidate.gains[1:nodes]) - price * (candidate.rows(nodes) - 1.0)
+        return price / (candidate.gains[0] + max(later, 0.0))
 
     def _load(self, shares: Sequence[Share]) -> _Load:
         rows, setup_s = len(shares), 0.0
@@ -211,17 +231,19 @@ class Planner:
         for share in shares:
             if share is not None:
                 candidate, nodes = share
-                rows += nodes
+                rows += candidate.rows(nodes)
                 setup_s += candidate.setup_s
                 requests, deepest = drafting.get(candidate.drafter, (0, 0.0))
                 drafting[candidate.drafter] = requests + 1, max(deepest, candidate.levels(nodes))
         return rows, drafting, setup_s
 
-    def step_s(self, rows: int) -> float:
-        found = self._steps_s.get(rows)
+    def step_s(self, rows: float) -> float:
+        """Seconds of a step with an expected number of rows, without drafting."""
+        whole = int(rows)
+        found = self._steps_s.get(whole)
         if found is None:
-            found = self._steps_s[rows] = self._times.step_s(rows, self._contexts, self._greedy)
-        return found
+            found = self._steps_s[whole] = self._times.step_s(whole, self._contexts, self._greedy)
+        return found if rows == whole else found + (rows - whole) * (self.step_s(whole + 1) - found)
 
     def drafting_s(self, drafter: str, requests: int, levels: float) -> float:
         """Seconds of drafting for `requests` requests, where the deepest takes `levels` levels."""

@@ -25,6 +25,7 @@ _STEPS, _FEWEST, _LONGEST_S = 15, 3, 4.0  # window that shows how busy the machi
 _BESIDE = 2  # drafted steps after a plain one for which that says how busy the machine is
 _FADES_S = 5.0  # time in which a correction decays by 1 / e without new steps
 _SHAPE, _SHAPE_BESIDE = 0.04, 0.1  # weight of one step in the correction of one size; where others of now are known
+_FIRST_SHAPES = 4.0  # the n-th step of a size has a weight of 1 / (n + 3) at least, for the curve may be wrong there
 _MOST = 0.5  # largest log ratio that one step counts for; more means that the system interrupted the step
 _FURTHER_REQUEST = 0.2  # cost of a further request relative to the first, until measured
 _READ_TOKEN = 0.05  # cost of catching up with a token relative to a proposal of one token, until measured
@@ -47,6 +48,7 @@ class Corrected:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # time, and log of measured / expected
         self.common = 0.0  # median of these logs
         self._shape = [0.0] * (_LARGEST.bit_length() + 1)  # at sizes of 1, 2, 4, ...
+        self._learned = [0.0] * len(self._shape)  # steps, at these sizes
 
     def factor(self, size: float, otherwise: float = 0.0) -> float:
         """Measured over expected seconds at a size (rows or requests); fades to `otherwise`, a common log ratio."""
@@ -76,9 +78,10 @@ class Corrected:
         left, share = _between(size)
         if (recent and usual) or common is not None:
             rate, reference = (_SHAPE, self.common) if common is None else (_SHAPE_BESIDE, common)
-            error = max(-_MOST, min(_MOST, ratio - reference)) * rate
-            self._shape[left] += error * (1.0 - share)
-            self._shape[left + 1] += error * share
+            error = max(-_MOST, min(_MOST, ratio - reference))
+            for place, part in ((left, 1.0 - share), (left + 1, share)):
+                self._shape[place] += part * error * max(rate, 1.0 / (_FIRST_SHAPES + self._learned[place]))
+                self._learned[place] += part
         recent.append((now, ratio))
         while len(recent) > _FEWEST and now - recent[0][0] > _LONGEST_S:
             recent.popleft()
@@ -102,11 +105,13 @@ class RunningTimes:
         self._clock = clock
         # Separately by whether anything is drafted and whether all requests are greedy: verdicts and host work differ,
         # and plain decoding must be compared by its own step times.
-        self._steps = {kind: Corrected(clock) for kind in itertools.product((False, True), repeat=2)}
-        self._drafting = {name: Corrected(clock) for name in drafters}
+        self._steps: dict[tuple[bool, bool], Corrected] = {}
+        self._plain_ratio: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
+        self._drafting: dict[str, Corrected] = {}
+        for name in (None, *drafters):
+            self._renew(name)
         self._kind = False, False  # of the last step, key of `_steps`
         self._plain = self._drafted = 0  # consecutive plain steps, and drafted ones, up to the last one
-        self._plain_ratio: dict[bool, float] = {}  # log ratio of settled plain steps to drafted ones, by whether greedy
         self._proposals: dict[tuple[str, int, bool], float] = {}  # seconds by drafter, depth, and whether greedy
         self._read_s: dict[str, float] = {}  # seconds per token of a drafter's catch-up
         self._growing: dict[bool, list[Growing[Any]]] = {}  # costs still being measured, by whether greedy
@@ -225,10 +230,19 @@ class RunningTimes:
                 those[:] = [each for each in those if each is not piece]
         if not more or piece.known != known:
             self._forget()
+            self._renew(piece.name)
 
     def _leave_out(self, drafter: str, error: Exception) -> None:
         _log.warning("the drafter %r is left out, for what it costs could not be measured: %s", drafter, error)
         self._left_out.add(drafter)
+
+    def _renew(self, name: str | None) -> None:
+        """Drop the corrections of a drafter's costs, None for those of steps, for they are those of another curve."""
+        if name is not None:
+            self._drafting[name] = Corrected(self._clock)
+            return
+        self._steps = {kind: Corrected(self._clock) for kind in itertools.product((False, True), repeat=2)}
+        self._plain_ratio.clear()
 
     def _forget(self) -> None:
         self._proposals.clear()
