@@ -45,8 +45,8 @@ class SimulatedDrafter:
         tree: of each node of a tree, in the order in which budgets take them, its parent (-1 is the root) and the true
             chance that it is accepted; then `acceptance` says nothing. Those of siblings add up to no more than their
             parent's. Empty: chains.
-        probabilities: of a chain's tokens, all equally likely; each is accepted with its probability, and the drafter stops
-            by it. Empty: `acceptance` says what is accepted.
+        probabilities: of a chain's tokens, all equally likely; each is accepted with its probability, and the drafter
+            stops by it. Empty: `acceptance` says what is accepted.
     """
 
     acceptance: Acceptance

@@ -339,7 +339,7 @@ def test_verdicts_that_follow_one_another_are_followed() -> None:
 def test_chains_that_stop_by_their_probabilities_are_worth_what_they_take_then(
     probabilities: Sequence[float], token_s: float, gained: float
 ) -> None:
-    """They are compared with plain decoding by the tokens that they draft on average, and are as good as the best floor."""
+    """They are compared with plain decoding by the tokens that they draft on average; as good as the best floor."""
 
     def run(controller: Controller) -> int:
         clock = controller._clock if isinstance(controller, Goodput) else FakeClock()

@@ -45,9 +45,10 @@ def test_budgets_of_candidates() -> None:
 
 
 def test_a_chain_that_can_stop_takes_what_it_drafts_on_average() -> None:
-    """Of three tokens the second is drafted in half of all steps, the third in a quarter: 1.75 rows and levels. A further row
-    takes 1 ms, as a level does: 2 ms are worth 0.362 tokens where 1.9 take 10.5 ms. Tokens after a first one gain 0.3 and
-    cost 0.75 of that, so a further token is worth 0.6 + 0.0286 where it is drafted.
+    """Of three tokens the second is drafted in half of all steps, the third in a quarter: 1.75 rows and levels.
+
+    A further row takes 1 ms, as a level does: 2 ms are worth 0.362 tokens where 1.9 take 10.5 ms. Tokens after a first
+    one gain 0.3 and cost 0.75 of that, so a further token is worth 0.6 + 0.0286 where it is drafted.
     """
     chain = Candidate("a", CHAIN, [0.6, 0.2, 0.1], odds=(0.1, 0.9), drafted=[1.0, 0.5, 0.25])
     assert (chain.rows(3), chain.levels(3), chain.sizes) == (1.75, 1.75, [3])

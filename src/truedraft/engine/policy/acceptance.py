@@ -147,8 +147,8 @@ class Acceptance:
         return math.exp((self._step - step) / _FORGETS)
 
     def learn(self, share: DraftShare, step: int, most: int = 0) -> None:
-        """Add the verdicts on a proposal. If it stopped before `most` tokens by its probabilities and all were accepted, the
-        next place counts as rejected.
+        """Add the verdicts on a proposal. If it stopped by its probabilities before it had `most` tokens, and all were
+        accepted, the next place counts as rejected.
         """
         stopped = share.depth < most and len(share.path) == share.depth
         judged = (share.judged if self.chain else share.nodes) + stopped

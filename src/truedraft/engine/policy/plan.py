@@ -226,7 +226,7 @@ class Planner:
         return price / (candidate.gains[0] + max(later, 0.0))
 
     def _load(self, shares: Sequence[Share]) -> _Load:
-        rows, setup_s = len(shares), 0.0
+        rows, setup_s = float(len(shares)), 0.0
         drafting: dict[str, tuple[int, float]] = {}
         for share in shares:
             if share is not None:

@@ -241,7 +241,8 @@ class RunningTimes:
         if name is not None:
             self._drafting[name] = Corrected(self._clock)
             return
-        self._steps = {kind: Corrected(self._clock) for kind in itertools.product((False, True), repeat=2)}
+        for kind in itertools.product((False, True), (False, True)):
+            self._steps[kind] = Corrected(self._clock)
         self._plain_ratio.clear()
 
     def _forget(self) -> None:
