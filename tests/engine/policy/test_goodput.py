@@ -358,17 +358,19 @@ def test_chains_that_stop_by_their_probabilities_are_worth_what_they_take_then(
     assert found > gained * lengths
 
 
-def test_one_answer_of_bad_drafts_says_little_about_the_next() -> None:
-    """In the first of twenty answers hardly anything is accepted, in the others two thirds: these gain as they would
-    have without the first one.
+@pytest.mark.parametrize(("rate", "token_share"), [(0.65, 0.2), (0.6, 0.35)])
+def test_one_answer_of_bad_drafts_says_little_about_the_next(rate: float, token_share: float) -> None:
+    """Hardly anything is accepted in the first of five answers: the others gain as they would have without it.
+
+    By the estimates alone they gain 4 % less.
     """
 
     def gains(first: float) -> float:
-        drafter = SimulatedDrafter(lambda seconds, request, position: 0.65 if request else first, 0.2 * STEP_S)
+        drafter = SimulatedDrafter(lambda seconds, request, position: rate if request else first, token_share * STEP_S)
         found = []
-        for seed in range(5):
+        for seed in range(8):
             simulation = simulated(drafters=[drafter], seed=seed)
-            for number in range(20):
+            for number in range(5):
                 simulation.requests = [SimulatedRequest(number, remaining=128)]
                 if number == 1:
                     simulation.reset()
@@ -377,7 +379,7 @@ def test_one_answer_of_bad_drafts_says_little_about_the_next() -> None:
             found.append(simulation.of_plain)
         return statistics.mean(found)
 
-    assert gains(0.05) > 0.97 * gains(0.65) > 0.97 * 1.3
+    assert gains(0.02) > 0.985 * gains(rate) > 1.1
 
 
 # ------------------------------------------------------------------------------------------ hysteresis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -62,7 +63,7 @@ def test_what_plain_forwards_save_where_many_follow_each_other(slow: float, save
 
 
 def test_a_slow_moment_does_not_count() -> None:
-    """One forward in 29 takes a second more; medians of nine rounds do not see it."""
+    """One forward in 29 takes a second more; lower quartiles of nine rounds do not see it."""
     clock = FakeClock()
     calls = 0
 
@@ -74,6 +75,21 @@ def test_a_slow_moment_does_not_count() -> None:
     effort = Effort(budget_s=1e9, least_rounds=9, most_rounds=9)
     cost = measure_target(TimedModel.of(clock, disturbed), effort=effort, clock=clock)
     assert cost(8, [512]) == pytest.approx(linear(8, (512,)), rel=1e-6)
+
+
+def test_two_slow_moments_of_three_do_not_count() -> None:
+    """Of each kind of forward every third takes what it should, also of those that follow each other at the end."""
+    clock = FakeClock()
+    calls: Counter[tuple[int, tuple[int, ...]]] = Counter()
+
+    def disturbed(rows: int, contexts: tuple[int, ...]) -> float:
+        calls[rows, contexts] += 1
+        return linear(rows, contexts) * (1.0 + (calls[rows, contexts] % 3 > 0))
+
+    effort = Effort(budget_s=1e9, least_rounds=3, most_rounds=3)
+    cost = measure_target(TimedModel.of(clock, disturbed), effort=effort, clock=clock)
+    assert cost(8, [512]) == pytest.approx(linear(8, (512,)), rel=1e-6)
+    assert cost.settles_s == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("context_length", [1, 5, 64, 200, 640])

@@ -45,7 +45,7 @@ _PERIOD = 16
 _ALL_DEPTHS = 8  # beyond these, only every doubling
 _ACCEPTED_SHARES = (0.0, 1.0, 0.5)
 _TRIES = 6  # tries of one measurement until it is settled; a shape is final from its third forward on
-_SETTLED_OF = 12  # forwards in the median of settled ones
+_SETTLED_OF = 12  # settled forwards in the quartile
 _SETTLING_S = 0.6  # time in which a model must settle: the weights of a slower one fit no processor's caches
 _GIBIBYTE = 1 << 30
 _CALLS_ON_CUDA = 20  # one call is over before the host has seen it start
@@ -227,7 +227,7 @@ def _settled_s(model: LanguageModel, cache: RequestCache, clock: Callable[[], fl
         seconds = _forward_s(model, [cache], 1, clock)
         if settling.settled:
             found.append(seconds)
-    return median(found[SETTLED:])
+    return quartile(found[SETTLED:])
 
 
 def _room(model: LanguageModel) -> int:
