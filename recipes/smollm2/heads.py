@@ -62,6 +62,7 @@ KINDS: dict[str, tuple[str, tuple[float, ...], dict[str, Any]]] = {
     "dspark": ("dspark", (0.01,), _IDS),
 }
 """The kind of drafter, the rates that are tried before its training, and other options."""
+_READ_ALONE = frozenset({"medusa", "redrafter"})  # learn from kept vectors; the others let the target read its answers
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
     parser.add_argument("--positions-per-step", type=int, default=4096)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
-    parser.add_argument("--positions", type=int, help="that each kind sees, in place of what there is time for")
+    parser.add_argument(
+        "--positions", type=int, help="that each kind sees, without trying rates, in place of what there is time for"
+    )
     parser.add_argument("--epochs", type=float, default=6.0, help="the most passes over the answers")
     return command(parser, _all, arguments)
 
@@ -96,14 +99,20 @@ def _all(options: argparse.Namespace) -> None:
     for kind in options.kinds:
         word, rates, others = KINDS[kind]
         config: HeadTrainingConfig = dotted(kinds.KINDS[word].training)(
-            seed=SEED, device=options.device, positions_per_step=options.positions_per_step, **others
+            seed=SEED,
+            device=options.device,
+            positions_per_step=options.positions_per_step,
+            learning_rate=rates[0],
+            **others,
         )
         jobs.append(_Job(kind, config, rates, lm_head, (train, tree), fingerprint))
-    jobs = [job for job in jobs if _tried(job.probe)]
-    left_s = 60 * options.minutes - (time.perf_counter() - began)
-    each = left_s / sum(job.position_s for job in jobs)
-    positions = options.positions or min(each, options.epochs * len(train.tokens))
-    say(f"{positions:,.0f} positions for each kind, in {left_s:.0f} s")
+    positions = options.positions
+    if positions is None:
+        jobs = [job for job in jobs if _tried(job.probe)]
+        left_s = 60 * options.minutes - (time.perf_counter() - began)
+        each = left_s / sum(job.position_s for job in jobs)
+        positions = min(each, options.epochs * len(train.tokens))
+    say(f"{positions:,.0f} positions for each kind")
     for job in jobs:
         _tried(lambda job=job: job.train(int(positions), options.run / job.kind, options.name))  # type: ignore[misc]
 
@@ -224,7 +233,8 @@ def _texts(options: argparse.Namespace, model: Any) -> tuple[SelfDistillationDat
     kept = options.run / TEXTS
     if kept.is_file():
         train, held = read_texts(kept)
-        return _with_vectors(train, options, model), _with_vectors(held, options, model)
+        read = _with_vectors if _READ_ALONE.intersection(options.kinds) else _without_vectors
+        return read(train, options, model), read(held, options, model)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     writer, dice = Writer(model, [tokenizer.eos_token_id]), torch.Generator(options.device).manual_seed(SEED)
     asked = _asked(writer, tokenizer, options, dice)
@@ -280,6 +290,11 @@ def _with_vectors(records: list[WrittenAnswer], options: argparse.Namespace, mod
         ]
         vectors.append(torch.cat(own).to(torch.bfloat16).cpu())
     return SelfDistillationData(records, torch.cat(vectors).view(torch.int16).numpy().view(np.uint16))
+
+
+def _without_vectors(records: list[WrittenAnswer], options: argparse.Namespace, model: Any) -> SelfDistillationData:
+    tokens = sum(len(each.answer) for each in records)
+    return SelfDistillationData(records, np.zeros((tokens, model.config.hidden_size), np.uint16))
 
 
 def _chat(tokenizer: Any, text: str) -> list[int]:
