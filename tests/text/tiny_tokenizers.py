@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -69,42 +68,10 @@ def metaspace() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-def sentencepiece_pieces(data: bytes) -> list[tuple[str, float]]:
-    """The pieces and scores of a SentencePiece model file: field 1 of each message, fields 1 and 2 inside."""
-    return [
-        (bytes(fields[1]).decode(), struct.unpack("<f", fields[2])[0])
-        for number, value in _fields(data)
-        if number == 1 and (fields := dict(_fields(value)))
-    ]
-
-
-def _fields(data: bytes) -> list[tuple[int, bytes]]:
-    fields, place = [], 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        length = {5: 4, 1: 8}.get(key & 7)
-        if key & 7 == 0:
-            _, end = _varint(data, place)
-            length = end - place
-        elif length is None:
-            length, place = _varint(data, place)
-        fields.append((key >> 3, data[place : place + length]))
-        place += length
-    return fields
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-
-
 def stories_tokenizer() -> PreTrainedTokenizerFast:
-    scores = dict(sentencepiece_pieces(TOK512.read_bytes()))
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
+
+    scores = {each.piece: each.score for each in ModelProto.FromString(TOK512.read_bytes()).pieces}
     vocab = {piece: number for number, piece in enumerate(scores)}
     merges = [
         (-scores[piece], vocab[piece[:cut]], (piece[:cut], piece[cut:]))
