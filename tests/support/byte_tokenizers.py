@@ -45,7 +45,6 @@ class ScriptModel(MarkovModel):
         self._script = [*tokenizer.plain_ids(text), *tokenizer.eos_token_ids]
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """See `MarkovModel.forward`."""
         rows = [text for segment in segments for text in texts_of(segment)]
         logits = torch.zeros(len(rows), self.vocab_size)
         for row, tokens in enumerate(rows):

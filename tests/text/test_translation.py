@@ -11,7 +11,7 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from tiny_tokenizers import BUILDERS, LINES, WIDE, byte_level
+from tiny_tokenizers import BUILDERS, LINES, WIDE, byte_level, unigram
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -153,8 +153,7 @@ def many(kind: str, count: int) -> Tokenizer:
         backend = Backend(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     elif kind == "sentencepiece":
-        backend = Backend(models.Unigram([(name, -5.0) for name in names], unk_id=0))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        backend = unigram([(name, -5.0) for name in names])
     else:
         backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()

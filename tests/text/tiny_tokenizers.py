@@ -62,10 +62,13 @@ def metaspace() -> PreTrainedTokenizerFast:
     """As T5's: Unigram, a word mark instead of spaces, no bytes."""
     pieces = [("<unk>", 0.0), ("▁", -3.0), ("▁the", -2.0), ("▁qu", -2.5), ("ick", -2.5), ("\ufffd", -9.0)]
     pieces += [(letter, -5.0) for letter in "abcdefghijklmnopqrstuvwxyzé"]
+    return PreTrainedTokenizerFast(tokenizer_object=unigram(pieces), unk_token="<unk>")
+
+
+def unigram(pieces: list[tuple[str, float]]) -> Backend:
     backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return backend
 
 
 def stories_tokenizer() -> PreTrainedTokenizerFast:
@@ -107,9 +110,7 @@ def wide_sentencepiece() -> PreTrainedTokenizerFast:
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -6.0)]
     pieces += [(letter, -5.0) for letter in ALPHABET] + [(f"▁{letter}", -5.5) for letter in ALPHABET]
     pieces += [(f"▁{word}", -7.0) for word in WORDS[:3]] + [(pair, -6.0) for pair in PAIRS]
-    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
+    backend = unigram(pieces)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
