@@ -133,7 +133,7 @@ def test_what_is_imported_is_installed_with_it() -> None:
     declared = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[\[<>=]", each)[0] for each in declared}
     own = {"truedraft", *sys.stdlib_module_names}
-    with_others = {"huggingface_hub", "jinja2", "pydantic", "starlette", "triton"}  # of transformers, torch and fastapi
+    with_others = {"huggingface_hub", "jinja2", "pydantic", "pydantic_core", "starlette", "triton"}  # come with others
     judged = {"vllm", "sgl_kernel"}  # where they are installed
     found = {name.split(".")[0] for path in MODULES for name in imports_of(path)} - own - with_others - judged
     called = {"PIL": "pillow", "opentelemetry": "opentelemetry-sdk"}

@@ -34,15 +34,9 @@ TEMPLATE = (
 
 @dataclass
 class Running:
-    """A server that listens.
+    """A server that listens."""
 
-    Attributes:
-        url: of it, without /v1.
-        service: behind it.
-        engine: behind that.
-    """
-
-    url: str
+    url: str  # without /v1
     service: Service
     engine: Engine
 

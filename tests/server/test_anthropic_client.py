@@ -26,12 +26,9 @@ def client(running: Running) -> Any:
 
 
 def test_a_message_whole_and_streamed(running: Running, client: Any) -> None:
-    turns = [
-        USER,
-        {"role": "assistant", "content": [{"type": "text", "text": "ok"}]},
-        {"role": "user", "content": "go"},
-    ]
-    told = [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "ok"}, turns[2]]
+    go, text = {"role": "user", "content": "go"}, [{"type": "text", "text": "ok"}]
+    turns = [USER, {"role": "assistant", "content": text}, go]
+    told = [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "ok"}, go]
     plain = expected(running, chat_prompt(running, *told), max_tokens=20)
     found = client.messages.create(**ASKED, messages=turns, system="be brief")
     assert found.content[0].text == plain.text and found.model == "tiny"

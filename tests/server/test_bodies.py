@@ -156,13 +156,11 @@ def test_no_work_on_a_long_body_is_done_in_the_event_loop(running: Running, monk
     said = [{"role": "user", "content": "x"}]
     more = {"metadata": {"a": "x" * 5000}, "temperature": 0}
     function = {"name": "f", "parameters": {"type": "object"}}
+    chat = {"messages": said, "max_tokens": 2}
     for path, body in (
-        (
-            "chat/completions",
-            {"messages": said, "max_tokens": 2, "tools": [{"type": "function", "function": function}]},
-        ),
+        ("chat/completions", chat | {"tools": [{"type": "function", "function": function}]}),
         ("responses", {"input": "x", "max_output_tokens": 2, "tools": [{"type": "function", **function}]}),
-        ("messages", {"messages": said, "max_tokens": 2}),
+        ("messages", chat),
         ("completions", {"prompt": "x", "max_tokens": 2}),
     ):
         status, _, told = post(running.url, body | more, f"/v1/{path}")

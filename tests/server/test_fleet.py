@@ -89,10 +89,6 @@ def test_a_step_that_hangs_is_told_until_it_ends(
         assert "a step has not ended after" in get(running.url, "/health")[1] and get(running.url, "/ready")[0] == 503
         ends.set()
         assert asked.result(60)[0] == 200 and get(running.url, "/health") == (200, '{"status":"ok"}')
-
-
-def test_a_model_that_runs_no_more_is_told(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(make_engine()) as running:
         monkeypatch.setattr(type(running.engine.target), "failure", "rank 1 has ended")
         assert get(running.url, "/health") == (503, '{"status":"rank 1 has ended"}')
 

@@ -44,19 +44,16 @@ def test_keys_are_hashed_named_and_compared_whole(tmp_path: Path) -> None:
     assert "secret" not in repr(keys.__dict__)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ((), "holds no key"),
-        (("# none",), "holds no key"),
-        (("a b c",), "has 3 words in line 1; write NAME KEY"),
-        (("a sha256:xyz",), "has a hash in line 1 that is not 64 hex digits"),
-        (("a sha256:00",), "has a hash in line 1 that is not 64 hex digits"),
-    ],
-)
-def test_files_of_keys_that_cannot_be_used(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        ApiKeys.read(key_file(tmp_path, *lines))
+def test_files_of_keys_that_cannot_be_used(tmp_path: Path) -> None:
+    for lines, message in (
+        ("", "holds no key"),
+        ("# none", "holds no key"),
+        ("a b c", "has 3 words in line 1; write NAME KEY"),
+        ("a sha256:xyz", "has a hash in line 1 that is not 64 hex digits"),
+        ("a sha256:00", "has a hash in line 1 that is not 64 hex digits"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ApiKeys.read(key_file(tmp_path, lines))
     with pytest.raises(OptionError, match="api_key_file cannot be read"):
         ApiKeys.read(tmp_path / "missing")
 
@@ -210,12 +207,7 @@ def test_errors_name_no_folder(target: LanguageModel, tmp_path: Path) -> None:
 
 
 class Unreadable(Broken):
-    """A model that fails over a file, or says which folder it lies in.
-
-    Args:
-        model: answers otherwise.
-        error: that it raises.
-    """
+    """A model that fails over a file, or says which folder it lies in."""
 
     def __init__(self, model: LanguageModel, error: Exception) -> None:
         super().__init__(model)
@@ -257,13 +249,10 @@ def test_errors_of_a_model_name_no_files(target: LanguageModel, error: Exception
         assert b"log of the server" in text and b"secret" not in text
 
 
-@pytest.mark.parametrize(
-    "told",
-    ["a KV cache of 5.0 GiB, and 3.5 are free", "see https://example.org/docs", "the target 'org/model' is busy"],
-)
-def test_errors_of_a_model_that_name_no_files_are_told(told: str) -> None:
-    error = ApiError.of(ModelError(told), shown={"org/model": "org/model"})
-    assert error.message == f"the model failed ({told})"
+def test_errors_of_a_model_that_name_no_files_are_told() -> None:
+    for told in ("a KV cache of 5.0 GiB, and 3.5 are free", "see https://example.org/docs", "'org/model' is busy"):
+        error = ApiError.of(ModelError(told), shown={"org/model": "org/model"})
+        assert error.message == f"the model failed ({told})"
 
 
 def test_no_answer_is_longer_than_the_server_allows(make_engine: Callable[..., Engine], template_file: Any) -> None:
@@ -277,13 +266,10 @@ def test_no_answer_is_longer_than_the_server_allows(make_engine: Callable[..., E
         assert status == 400 and "min_tokens must be at most max_tokens, 5" in told["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError("can't start new thread"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
-)
-def test_a_lack_of_memory_outside_of_the_engine_is_an_error_to_retry(error: Exception) -> None:
-    answer = ApiError.of(error)
-    assert answer.status == 503 and "ask again" in answer.message and answer.headers == {"Retry-After": "1"}
+def test_a_lack_of_memory_outside_of_the_engine_is_an_error_to_retry() -> None:
+    for told in ("can't start new thread", "DefaultCPUAllocator: can't allocate memory", None):
+        answer = ApiError.of(MemoryError() if told is None else RuntimeError(told))
+        assert answer.status == 503 and "ask again" in answer.message and answer.headers == {"Retry-After": "1"}
     assert ApiError.of(RuntimeError("other")).status == 500
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -16,16 +17,15 @@ TEXTS = ("", "a", 'say "x"\n\\n', "caf\u00e9 \U0001f600!", "\u2028}", "*** Begin
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("ascii_alone", [True, False])
-@pytest.mark.parametrize("most", [1, 2, 5, 100])
-def test_a_text_is_the_same_in_whatever_parts_its_arguments_come(text: str, ascii_alone: bool, most: int) -> None:
-    arguments = json.dumps({"input": text}, ensure_ascii=ascii_alone)
-    reader = TextReader()
-    parts = [reader.push(arguments[place : place + most]) for place in range(0, len(arguments), most)]
-    assert "".join(parts) == reader.text == text, "all of it is told before the end"
-    assert reader.finish(arguments) == "" and reader.text == text
-    for part in parts:
-        part.encode()  # no half of a character
+def test_a_text_is_the_same_in_whatever_parts_its_arguments_come(text: str) -> None:
+    for ascii_alone, most in itertools.product((True, False), (1, 2, 5, 100)):
+        arguments = json.dumps({"input": text}, ensure_ascii=ascii_alone)
+        reader = TextReader()
+        parts = [reader.push(arguments[place : place + most]) for place in range(0, len(arguments), most)]
+        assert "".join(parts) == reader.text == text, "all of it is told before the end"
+        assert reader.finish(arguments) == "" and reader.text == text
+        for part in parts:
+            part.encode()  # no half of a character
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,6 @@ def test_what_a_model_wrote_amiss_is_told_as_it_is(arguments: str, text: str) ->
     assert told + reader.finish(arguments) == reader.text == text
 
 
-def test_names_in_a_namespace() -> None:
-    assert flat_name(None, "read") == "read"
-    assert flat_name("files", "read") == "files__read"
-    assert flat_name("mcp__files__", "read") == "mcp__files__read"
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"x": NaN}', '{"x": 1e999}', '{"x": ' + "1" * 5000 + "}", "[1]", ""])
 def test_arguments_that_are_no_object_to_send(text: str) -> None:
     assert called("x", "f", text)["function"]["arguments"] == text and _object(text) == {}
@@ -62,6 +56,8 @@ def test_arguments_with_half_a_character() -> None:
 
 
 def test_a_choice_means_the_plain_function_before_one_of_its_name_in_a_namespace() -> None:
+    names = [flat_name(namespace, "read") for namespace in (None, "files", "mcp__files__")]
+    assert names == ["read", "files__read", "mcp__files__read"]
     read = FunctionFields(name="read")
     toolbox = Toolbox(
         {"files__read": Callable(read, "read", "files", False), "read": Callable(read, "read", None, False)}

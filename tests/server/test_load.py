@@ -37,48 +37,39 @@ from truedraft.server.service import ResponseHandle, Service, Stream
 PROMPT = "def f("
 
 
-def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
-    """Status, headers and body of an answer."""
-    at = urlsplit(url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
+def exchange(method: str, url: str, path: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, Any, str]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     try:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("POST", path, data, {"Content-Type": "application/json", **headers})
+        connection.request(method, path, data, headers)
         reply = connection.getresponse()
-        text = reply.read()
-        return reply.status, reply.headers, json.loads(text)
+        return reply.status, reply.headers, reply.read().decode()
     finally:
         connection.close()
+
+
+def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, Any, Any]:
+    """Status, headers and body of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, told, text = exchange("POST", url, path, data, {"Content-Type": "application/json", **headers})
+    return status, told, json.loads(text)
 
 
 def get(url: str, path: str, **headers: str) -> tuple[int, str]:
-    at = urlsplit(url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
-    try:
-        connection.request("GET", path, headers=headers)
-        reply = connection.getresponse()
-        return reply.status, reply.read().decode()
-    finally:
-        connection.close()
+    status, _, text = exchange("GET", url, path, None, headers)
+    return status, text
 
 
 def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
     """A connection over which an answer streams; nobody has read any of it."""
-    at = urlsplit(url)
-    data = json.dumps(body | {"stream": True}).encode()
+    return open_request(url, body | {"stream": True})
+
+
+def open_request(url: str, body: dict[str, Any]) -> socket.socket:
+    at, data = urlsplit(url), json.dumps(body).encode()
     connection = socket.create_connection((at.hostname or "", at.port or 80), timeout=60)
-    connection.sendall(raw_request(data))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
-
-
-def raw_request(data: bytes) -> bytes:
-    head = (
-        "POST /v1/completions HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-    )
-    return "\r\n".join((*head, "", "")).encode() + data
 
 
 def wait_for(done: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -103,13 +94,9 @@ def test_many_clients_get_what_each_gets_alone(running: Running) -> None:
     plain = Engine(running.engine.target)
     prompts = [f"def f{number}(" for number in range(24)]
     expected = [plain.generate(prompt, SamplingParams(max_tokens=12)).text for prompt in prompts]
-
-    def ask(prompt: str) -> str:
-        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
-        return str(post(running.url, body)[2]["choices"][0]["text"])
-
+    bodies = [{"prompt": prompt, "max_tokens": 12, "temperature": 0} for prompt in prompts]
     with ThreadPoolExecutor(12) as pool:
-        assert list(pool.map(ask, prompts)) == expected
+        assert list(pool.map(lambda body: post(running.url, body)[2]["choices"][0]["text"], bodies)) == expected
 
 
 def test_disconnects_free_their_slots(running: Running) -> None:
@@ -117,19 +104,13 @@ def test_disconnects_free_their_slots(running: Running) -> None:
         connection = open_stream(running.url, LONG)
         connection.recv(100)
         connection.close()
-    wait_for(lambda: running.service.is_idle)
-    assert running.engine.check_idle() == []
-
-
-def test_a_client_that_waits_and_goes_is_forgotten(running: Running) -> None:
-    at = urlsplit(running.url)
-    body = json.dumps(LONG).encode()
     for _ in range(10):
-        connection = socket.create_connection((at.hostname or "", at.port or 80), timeout=60)
-        connection.sendall(raw_request(body))
+        wait_for(lambda: running.service.is_idle)
+        connection = open_request(running.url, LONG)
         wait_for(lambda: running.service.running > 0)
         connection.close()
-        wait_for(lambda: running.service.is_idle)
+    wait_for(lambda: running.service.is_idle)
+    assert running.engine.check_idle() == []
 
 
 def test_a_client_that_leaves_while_the_engine_gets_its_request(
@@ -158,7 +139,7 @@ def test_a_client_that_leaves_while_the_engine_gets_its_request(
 
 
 def test_a_slow_reader_holds_nobody_up(running: Running) -> None:
-    slow = open_stream(running.url, {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True})
+    slow = open_stream(running.url, LONG | {"max_tokens": 400})
     began = time.monotonic()
     status, _, found = post(running.url, {"prompt": PROMPT, "max_tokens": 20, "temperature": 0})
     assert status == 200 and found["choices"][0]["text"]
@@ -175,7 +156,7 @@ def test_a_slow_reader_holds_nobody_up(running: Running) -> None:
 
 
 class Raising(PromptLookup):
-    """Fails for requests of one length."""
+    """Fails for requests that begin with one token."""
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
@@ -197,11 +178,7 @@ def test_a_drafter_that_raises_costs_no_answer(target: LanguageModel) -> None:
 
 
 class Broken(LanguageModel):
-    """A model whose logits are NaN behind one token.
-
-    Args:
-        model: answers otherwise.
-    """
+    """A model whose logits are NaN behind one token; `model` answers otherwise."""
 
     BAD = 5
 
@@ -264,24 +241,6 @@ def test_a_request_that_takes_too_long_is_ended(make_engine: Callable[..., Engin
         assert post(running.url, {"prompt": PROMPT, "max_tokens": 1})[0] == 200
 
 
-def test_clients_take_turns(make_engine: Callable[..., Engine]) -> None:
-    """With one slot, a client with many requests lets one with few in between."""
-    service = Service(make_engine(max_batch=1))
-    order: list[str] = []
-
-    async def run() -> None:
-        service.listeners.append(lambda stream: order.append(stream.client.name))
-        answerings = [queued(service, client, max_tokens=2) for client in ["many"] * 4 + ["few"] * 2]
-        service.start()
-        for answering in answerings:
-            await answering.finished()
-        service.stop()
-
-    asyncio.run(run())
-    assert sorted(order) == ["few"] * 2 + ["many"] * 4
-    assert order.index("few") <= 2
-
-
 def test_a_request_that_follows_an_answer_joins_the_next_step(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,21 +248,15 @@ def test_a_request_that_follows_an_answer_joins_the_next_step(
     monkeypatch.setattr("truedraft.server.service._FOLLOWUP_SHARE", 1e6)
     monkeypatch.setattr("truedraft.server.service._MOST_FOLLOWUP_S", 10.0)
     service = Service(make_engine())
-    steps, step = [0], service.engine.step
-
-    def counted() -> bool:
-        steps[0] += 1
-        return step()
-
-    monkeypatch.setattr(service.engine, "step", counted)
+    steps = _steps_of(service.engine)
 
     async def run() -> None:
         long, first = (queued(service, "a", max_tokens=count) for count in (400, 3))
         service.start()
         await first.finished()
-        before = steps[0]
+        before = len(steps)
         await queued(service, "a", max_tokens=1).finished()
-        assert steps[0] == before + 1
+        assert len(steps) == before + 1
         long.close()
         service.stop()
 
@@ -328,14 +281,13 @@ def test_steps_are_counted_by_who_makes_them_and_long_answers_written_by_neither
     noting(Decisions, "__call__")
     for module, owner in (("completions", "_Completion"), ("chat", "_Chat"), ("responses", "_Response")):
         noting(getattr(importlib.import_module(f"truedraft.server.{module}"), owner), "whole")
-    chat = {"messages": [{"role": "user", "content": PROMPT}]}
-    for path, body, most in (
-        ("/v1/completions", {"prompt": PROMPT}, "max_tokens"),
-        ("/v1/chat/completions", chat, "max_tokens"),
-        ("/v1/responses", {"input": PROMPT}, "max_output_tokens"),
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300}
+    for path, body in (
+        ("completions", {"prompt": PROMPT, "max_tokens": 300}),
+        ("chat/completions", chat),
+        ("responses", {"input": PROMPT, "max_output_tokens": 300}),
     ):
-        long = {most: 300, "temperature": 0, "ignore_eos": True}
-        status, _, found = post(running.url, body | long, path)
+        status, _, found = post(running.url, body | {"temperature": 0, "ignore_eos": True}, f"/v1/{path}")
         assert status == 200
         told = found["speculation"]
         assert sum(told["acceptance_histogram"]) == told["num_drafts"] > 0 and told["speedup"] is not None
@@ -400,8 +352,8 @@ def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
             queued(service, "a", max_tokens=2)
         other = queued(service, "b", max_tokens=2)
         service.start()
-        await first.finished()
-        await other.finished()
+        for each in (first, other):
+            await each.finished()
         await queued(service, "a", PROMPT, PROMPT, max_tokens=2).finished()
         service.stop()
 
@@ -410,40 +362,14 @@ def test_limits_of_a_client(make_engine: Callable[..., Engine]) -> None:
 
 def test_a_server_that_is_stopped_ends_what_is_open(make_engine: Callable[..., Engine]) -> None:
     """What is open gets an answer or an error that says it may be asked again; nothing hangs."""
-    results: list[tuple[int, Any]] = []
-    with serving(make_engine(max_batch=2)) as running:
-        threads = [
-            threading.Thread(target=lambda: results.append((r := post(running.url, LONG))[0:1] + r[2:3]))  # type: ignore[arg-type]
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
+    with serving(make_engine(max_batch=2)) as running, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(post, running.url, LONG) for _ in range(4)]
         wait_for(lambda: running.service.running == 2 and running.service.waiting == 2)
         running.service._loop.call_soon_threadsafe(running.service.abort)  # type: ignore[union-attr]
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        results = [each.result(30) for each in asked]
         assert get(running.url, "/ready")[0] == 503
         assert post(running.url, {"prompt": PROMPT})[0] == 503
-    assert len(results) == 4 and all(
-        status == 503 and "ask again" in told["error"]["message"] for status, told in results
-    )
-
-
-def test_preempted_requests_go_on_exactly() -> None:
-    """Memory for about two long answers: one waits, one gives its room back, and all are those of plain decoding."""
-    target = load_model("embedded:target")  # whose pool keeps nothing of other tests
-    prompts = [f"def f{number}(" for number in range(4)]
-    params = SamplingParams(max_tokens=400, ignore_eos=True)
-    plain = Engine(target, prefix_cache_bytes=0)
-    expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
-    one = plain.cache_bytes
-    for drafter in (None, PromptLookup()):
-        engine = Engine(target, drafter, controller="fixed", max_cache_bytes=int(1.6 * one))
-        answers = engine.generate(prompts, params)
-        assert [answer.token_ids for answer in answers] == expected
-        assert engine.preemptions > 0
-        assert engine.check_idle() == [] and engine.cache_bytes <= int(1.6 * one)
+    assert all(status == 503 and "ask again" in told["error"]["message"] for status, _, told in results)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -463,20 +389,14 @@ def test_a_step_that_fails_is_told_as_a_failure(
         monkeypatch.setattr(running.engine, "step", failing)
         body = LONG | {"stream": stream}
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(_read_all, running.url, body)
+            data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+            asked = pool.submit(exchange, "POST", running.url, "/v1/completions", data, headers)
             wait_for(lambda: running.service.running > 0)
             fails.set()
-            text = asked.result(60)
+            text = asked.result(60)[2]
         assert "the server failed (RuntimeError)" in text and "planted" not in text
         assert '"finish_reason":"length"' not in text.replace(" ", "")
         assert post(running.url, {"prompt": PROMPT, "max_tokens": 2})[0] == 200
-
-
-def _read_all(url: str, body: dict[str, Any]) -> str:
-    at = urlsplit(url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    return connection.getresponse().read().decode()
 
 
 @pytest.mark.plants_failures
@@ -531,14 +451,10 @@ def test_more_samples_than_ever_fit_are_refused_for_good(make_engine: Callable[.
         assert headers["Retry-After"] is None
 
 
-def _steps_of(engine: Engine) -> list[int]:
-    """How many steps an engine made, counted from now on."""
-    steps = [0]
-
-    def note(_: StepRecord) -> None:
-        steps[0] += 1
-
-    engine.listeners.append(note)
+def _steps_of(engine: Engine) -> list[StepRecord]:
+    """The steps that an engine makes from now on."""
+    steps: list[StepRecord] = []
+    engine.listeners.append(steps.append)
     return steps
 
 
@@ -579,11 +495,11 @@ def test_a_client_of_whom_nothing_runs_takes_a_place(drafter: Drafter, short: st
         for _ in range(2):
             if short == "places":
                 await _begun(service, many)
-            while steps[0] < 4:
+            while len(steps) < 4:
                 await asyncio.sleep(0.001)
-            before = steps[0]
+            before = len(steps)
             await queued(service, "few", max_tokens=4).finished()
-            assert steps[0] - before < 64 and all(stream.answer is None for stream in many.streams)
+            assert len(steps) - before < 64 and all(stream.answer is None for stream in many.streams)
         await reading
         service.stop()
         assert pieces == [stream.answer.token_ids for stream in many.streams if stream.answer is not None]
@@ -609,7 +525,7 @@ def test_places_are_not_taken_at_each_step(make_engine: Callable[..., Engine]) -
         held = [stream.request for stream in own.streams]
         for number in range(5):
             await queued(service, f"few{number}", max_tokens=1).finished()
-        assert 1 <= sum(request.preemptions for request in held) <= 2 + 2 * steps[0] // 32
+        assert 1 <= sum(request.preemptions for request in held) <= 2 + 2 * len(steps) // 32
         own.close()
         single, other = queued(service, "a", max_tokens=200), queued(service, "b", max_tokens=200)
         await _begun(service, single)
@@ -671,7 +587,7 @@ def test_buffers_go_back_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> N
     engine = Engine(load_model("embedded:target"))
     steps, held_then = _steps_of(engine), list[int]()  # bytes, after the first step
     told = "truedraft.engine.memory.return_freed_memory"
-    monkeypatch.setattr(told, lambda: held_then.extend([engine.cache_bytes] if steps[0] else []))
+    monkeypatch.setattr(told, lambda: held_then.extend([engine.cache_bytes] if steps else []))
     monkeypatch.setattr("truedraft.server.service._IDLE_S", 0.01)
     with serving(engine) as running:
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}

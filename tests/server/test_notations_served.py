@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from server.conftest import openai_client, serving
@@ -88,23 +88,18 @@ def test_analysis_never_leaks_into_the_answer() -> None:
         assert (cut.message.content, cut.finish_reason) == ("", "length") and cut.message.reasoning_content == "Hm."
 
 
-@pytest.mark.parametrize(
-    ("form", "answer"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": [1, 2]}}}},
-            "[1, 2]",
-        ),
-        ({"structured_outputs": {"choice": ["one"]}}, "one"),
-        ({"structured_outputs": {"json": {"enum": [7]}}}, "7"),
-        ({"structured_outputs": {"regex": "a/b"}}, "a/b"),
-        ({"structured_outputs": {"grammar": 'start: item item\nitem: "x"'}}, "xx"),
-    ],
-)
-def test_a_form_of_the_answer_stands_in_its_channel(form: dict[str, Any], answer: str) -> None:
+def test_a_form_of_the_answer_stands_in_its_channel() -> None:
     pytest.importorskip("llguidance")
     with client_of("openai-gpt-oss-120b", "something else") as client:
-        assert both_ways(client, extra_body=form | {"reasoning_budget": 0}) == (answer, "", [], "stop")
+        for form, answer in (
+            ({"json": {"const": [1, 2]}}, "[1, 2]"),
+            ({"choice": ["one"]}, "one"),
+            ({"json": {"enum": [7]}}, "7"),
+            ({"regex": "a/b"}, "a/b"),
+            ({"grammar": 'start: item item\nitem: "x"'}, "xx"),
+        ):
+            asked = {"structured_outputs": form, "reasoning_budget": 0}
+            assert both_ways(client, extra_body=asked) == (answer, "", [], "stop")
 
 
 def test_a_call_to_a_channel_ends_the_turn() -> None:
@@ -118,16 +113,13 @@ def test_an_answer_that_begins_inside_reasoning() -> None:
         assert both_ways(client) == ("Yes.", "Hm.", [], "stop")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "moonshotai-Kimi-K2",
-        "mistralai-Mistral-Nemo-Instruct-2407",
-        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
-        "openai-gpt-oss-120b",
-        "GLM-4.6",
-    ],
-)
+FORCED = (
+    "moonshotai-Kimi-K2", "mistralai-Mistral-Nemo-Instruct-2407", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "openai-gpt-oss-120b", "GLM-4.6",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("template", FORCED)
 def test_a_call_is_forced_in_the_notation_of_the_template(template: str) -> None:
     pytest.importorskip("llguidance")
     properties = {"kind": {"enum": ["list", "dict"]}}
@@ -147,26 +139,24 @@ def test_a_call_is_forced_in_the_notation_of_the_template(template: str) -> None
 
 def posted(client: Any, path: str, body: dict[str, Any]) -> str:
     """What the server answers, as it stands."""
-    request = urllib.request.Request(
-        f"{client.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        return str(answer.read().decode())
+    return httpx.post(f"{client.base_url}{path}", json=body, timeout=60).raise_for_status().text
+
+
+def asked_everywhere(tools: dict[str, Any], required: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Requests for a chat, a response and a message, with tools by their schemas."""
+    named = [{"name": name, "parameters": schema} for name, schema in tools.items()]
+    choice = {"tool_choice": "required" if required else "auto"}
+    chat = ASKED | {"tools": [{"type": "function", "function": each} for each in named]} | choice
+    newer = {"temperature": 0, "input": "Go.", "tools": [{"type": "function"} | each for each in named]} | choice
+    message = {"temperature": 0, "messages": ASKED["messages"], "tool_choice": {"type": "any" if required else "auto"}}
+    message["tools"] = [{"name": name, "input_schema": schema} for name, schema in tools.items()]
+    return chat, newer, message
 
 
 def calls_everywhere(client: Any, tools: dict[str, Any], required: bool) -> Iterator[tuple[str, Any, list[str]]]:
     """Text, calls and warnings of each endpoint for tools by their schemas, whole and streamed."""
-    common = {"temperature": 0}
-    named = [{"name": name, "parameters": schema} for name, schema in tools.items()]
-    chat: dict[str, Any] = ASKED | {"max_tokens": 300, "tools": [{"type": "function", "function": f} for f in named]}
-    newer: dict[str, Any] = common | {"input": "Go.", "max_output_tokens": 300}
-    newer["tools"] = [{"type": "function"} | each for each in named]
-    message: dict[str, Any] = common | {"messages": ASKED["messages"], "max_tokens": 300}
-    message["tools"] = [{"name": name, "input_schema": schema} for name, schema in tools.items()]
-    for body in (chat, newer) if required else ():
-        body["tool_choice"] = "required"
-    message["tool_choice"] = {"type": "any" if required else "auto"}
-
+    chat, newer, message = asked_everywhere(tools, required)
+    chat["max_tokens"] = newer["max_output_tokens"] = message["max_tokens"] = 300
     found = json.loads(posted(client, "chat/completions", chat))
     said = found["choices"][0]["message"]
     calls = [each["function"] for each in said.get("tool_calls", [])]
@@ -189,7 +179,7 @@ def calls_everywhere(client: Any, tools: dict[str, Any], required: bool) -> Iter
     assert "".join(each["delta"] for each in pieces) == "".join(call["arguments"] for call in calls)
 
     found = json.loads(posted(client, "messages", message))
-    blocks, texts = [each for each in found["content"] if each["type"] == "tool_use"], []
+    blocks = [each for each in found["content"] if each["type"] == "tool_use"]
     texts = [each["text"] for each in found["content"] if each["type"] == "text"]
     yield "".join(texts), [(each["name"], json.dumps(each["input"])) for each in blocks], found["warnings"]
     got = events(posted(client, "messages", message | {"stream": True}))
@@ -213,12 +203,8 @@ def events(stream: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_forced_call_that_is_cut_is_no_text_and_no_whole_call(streams: bool) -> None:
     pytest.importorskip("llguidance")
-    tool = {"name": "note", "parameters": PARAMETERS}
-    common = {"temperature": 0, "stream": streams}
-    chat = ASKED | common | {"tools": TOOLS, "tool_choice": "required"}
-    newer = common | {"input": "Go.", "tools": [{"type": "function"} | tool], "tool_choice": "required"}
-    message = common | {"messages": ASKED["messages"], "tool_choice": {"type": "any"}, "max_tokens": 90}
-    message |= {"tools": [{"name": "note", "input_schema": PARAMETERS}]}
+    chat, newer, message = (each | {"stream": streams} for each in asked_everywhere({"note": PARAMETERS}, True))
+    message["max_tokens"] = 90
     with client_of("Qwen-Qwen2.5-7B-Instruct", "so") as client:
         told = partial(posted, client)
         for most in (3, 15, 22):

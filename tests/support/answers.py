@@ -17,13 +17,7 @@ from truedraft.models.cache.request import RequestCache
 
 
 def assert_consistent(answer: Answer, pieces: Sequence[Piece], resumed: int = 0) -> None:
-    """An answer, its counts and the pieces it was streamed as say the same.
-
-    Args:
-        answer: of any finish reason.
-        pieces: all pieces of it, in order.
-        resumed: how often its request gave its room back and was read again.
-    """
+    """An answer, its counts and its pieces say the same; `resumed` is how often its request gave its room back."""
     stats, origins = answer.stats, answer.origins
     assert list(chain.from_iterable(piece.token_ids for piece in pieces)) == answer.token_ids
     assert list(chain.from_iterable(piece.origins for piece in pieces)) == origins
@@ -51,8 +45,7 @@ def assert_consistent(answer: Answer, pieces: Sequence[Piece], resumed: int = 0)
 def accepted_in_steps(origins: Sequence[Origin]) -> tuple[list[int], list[int]]:
     """How many drafted tokens each step accepted, and after how many a draw was rejected in the steps that had one.
 
-    Args:
-        origins: of all tokens behind the prefill's; a step ends with its first token that was not accepted.
+    `origins` are those of all tokens behind the prefill's; a step ends with its first token that was not accepted.
     """
     accepted, rejected, length = [], [], 0
     for origin in origins:
@@ -82,9 +75,7 @@ class _Noted(list[Piece]):
 def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator[None]:
     """Within, each request that ends is held to `assert_consistent`, and to its tokenizer.
 
-    Args:
-        patch: undone by its owner.
-        warned: whether answers may carry warnings, because something was planted that brings them.
+    With `warned`, answers may carry warnings, because something was planted that brings them.
     """
     init, finish = Request.__init__, Request.finish
 

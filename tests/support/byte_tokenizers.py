@@ -35,12 +35,7 @@ def byte_tokenizer(texts: str) -> Tokenizer:
 
 
 class ScriptModel(MarkovModel):
-    """Writes a text, whatever the prompt is: behind the longest beginning of it that is there, its next token.
-
-    Args:
-        tokenizer: of the text.
-        text: special tokens by their names; it ends with the end of text.
-    """
+    """Writes a text, whatever the prompt is: behind the longest beginning of it that is there, its next token."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         super().__init__(torch.zeros(1, 1, 1), context_length=1 << 14, eos_token_ids=tokenizer.eos_token_ids)
@@ -50,7 +45,6 @@ class ScriptModel(MarkovModel):
         self._script = [*tokenizer.plain_ids(text), *tokenizer.eos_token_ids]
 
     def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        """See `MarkovModel.forward`."""
         rows = [text for segment in segments for text in texts_of(segment)]
         logits = torch.zeros(len(rows), self.vocab_size)
         for row, tokens in enumerate(rows):

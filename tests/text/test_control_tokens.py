@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -217,15 +218,10 @@ def test_where_it_cannot_be_done_the_message_and_the_token_are_named() -> None:
     deep: dict[str, Any] = {}
     for _ in range(20_000):  # the least that JSON of each Python refuses
         deep = {"a": deep}
-    for text in ("plain", ATTACK):
-        for trusted in (False, True):
-            with pytest.raises(PromptError, match="nested too deeply"):
-                tokenizer.chat(
-                    [user(text)],
-                    variables={"deep": deep},
-                    template="{{ deep | tojson }}{{ messages }}",
-                    trust_control_tokens=trusted,
-                )
+    how: dict[str, Any] = {"variables": {"deep": deep}, "template": "{{ deep | tojson }}{{ messages }}"}
+    for text, trusted in itertools.product(("plain", ATTACK), (False, True)):
+        with pytest.raises(PromptError, match="nested too deeply"):
+            tokenizer.chat([user(text)], **how, trust_control_tokens=trusted)
 
 
 PIECES = st.sampled_from([

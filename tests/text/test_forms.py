@@ -134,12 +134,15 @@ def test_a_trial_that_is_cancelled_ends_at_once(forms: Forms) -> None:
     assert not forms._one_trial.locked()
 
 
+SEVERAL = [Structured("grammar", f"start: A\nA: /a{{1,{number}}}/ & /[a-z]+/") for number in range(2, 8)]
+
+
 def test_forms_of_one_owner_are_its_own_and_bounded(
     forms: Forms, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("truedraft.text.forms._MOST_BYTES", 10 << 20)
     monkeypatch.setattr("truedraft.text.forms._MOST_OF_ONE", 7 << 20)
-    several = [Structured("grammar", f"start: A\nA: /a{{1,{number}}}/ & /[a-z]+/") for number in range(2, 6)]
+    several = SEVERAL[:4]
     other = forms.prepare(several[0], "b")
     for each in several:
         forms.prepare(each, "a")
@@ -156,18 +159,17 @@ def test_kept_forms_are_bounded_by_bytes_and_open_ones_too(
     forms: Forms, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("truedraft.text.forms._MOST_BYTES", 10 << 20)
-    several = [Structured("grammar", f"start: A\nA: /a{{1,{number}}}/ & /[a-z]+/") for number in range(2, 8)]
-    for each in several:
+    for each in SEVERAL:
         forms.prepare(each)
     gc.collect()
-    assert [forms.found(each) is not None for each in several] == [False] * 3 + [True] * 3
-    states = [forms.start(each, [0], 1) for each in several[:3]]
+    assert [forms.found(each) is not None for each in SEVERAL] == [False] * 3 + [True] * 3
+    states = [forms.start(each, [0], 1) for each in SEVERAL[:3]]
     with pytest.raises(FormMemoryError, match="needs 3 MiB, and the forms of open requests hold 9 of 10 MiB"):
-        forms.start(several[3], [0], 1)
-    assert [forms.start(each, [0], 1) is not None for each in several[:3]] == [True] * 3, "these are there"
+        forms.start(SEVERAL[3], [0], 1)
+    assert [forms.start(each, [0], 1) is not None for each in SEVERAL[:3]] == [True] * 3, "these are there"
     del states
     gc.collect()
-    forms.start(several[3], [0], 1)
+    forms.start(SEVERAL[3], [0], 1)
 
 
 def test_answers_do_not_suffer_from_the_states_that_others_came_to(

@@ -21,8 +21,7 @@ FAMILIES = (  # prefix, suffix, middle, what else ends an answer
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[0])
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(("family", "special"), zip(FAMILIES, [True, False] * 3, strict=True), ids=str)
 def test_a_text_in_the_middle_is_asked_for_by_the_familys_tokens(
     family: tuple[str, str, str | None, tuple[str, ...]], special: bool
 ) -> None:

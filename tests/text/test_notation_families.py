@@ -24,26 +24,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Family:
-    """What a template shows.
+    """What a template shows."""
 
-    Attributes:
-        template: name of its file.
-        notation: that it has.
-        header: what it writes before an assistant's turn with calls.
-        end: what it writes behind that.
-        thinks: the mark before its reasoning.
-        several: whether it takes several calls in a turn.
-    """
-
-    template: str
+    template: str  # name of its file
     notation: str
-    header: str
-    end: str
-    thinks: str | None = None
-    several: bool = True
+    header: str  # what it writes before an assistant's turn with calls
+    end: str  # what it writes behind that
+    thinks: str | None = None  # the mark before its reasoning
+    several: bool = True  # whether it takes several calls in a turn
 
 
 IM = "<|im_start|>assistant\n", "<|im_end|>\n"
+SENTENCE, ROLE = "<｜end▁of▁sentence｜>", "<|start_header_id|>"
 FAMILIES = [
     Family("Qwen-Qwen2.5-7B-Instruct", "hermes", *IM),
     Family("Qwen-Qwen3-0.6B", "hermes", *IM, "<think>"),
@@ -56,22 +48,12 @@ FAMILIES = [
     Family("Mistral-Small-3.2-24B-Instruct-2506", "mistral-call-id", "", "</s>"),
     Family("unsloth-mistral-Devstral-Small-2507", "mistral-args", "", "</s>"),
     Family("mistralai-Ministral-3-14B-Reasoning-2512", "mistral-args", "", "</s>", "[THINK]"),
-    Family(
-        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek-v3", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>"
-    ),
-    Family(
-        "deepseek-ai-DeepSeek-V3.1",
-        "deepseek-v3.1",
-        "<｜Assistant｜><think></think>",
-        "<｜end▁of▁sentence｜>",
-        "<think>",
-    ),
+    Family("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek-v3", "<｜Assistant｜>", SENTENCE, "<think>"),
+    Family("deepseek-ai-DeepSeek-V3.1", "deepseek-v3.1", "<｜Assistant｜><think></think>", SENTENCE, "<think>"),
     Family("moonshotai-Kimi-K2", "kimi-k2", "<|im_assistant|>assistant<|im_middle|>", "<|im_end|>"),
     Family("ByteDance-Seed-OSS", "seed-oss", "<seed:bos>assistant\n", "<seed:eos>", "<seed:think>"),
     Family("openai-gpt-oss-120b", "gpt-oss", "<|start|>assistant", "<|call|>", "<|channel|>analysis<|message|>", False),
-    Family(
-        "minimal-llama-3.1", "llama", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", None, False
-    ),
+    Family("minimal-llama-3.1", "llama", f"{ROLE}assistant<|end_header_id|>\n\n", "<|eot_id|>", several=False),
 ]
 
 PARAMETERS = {
@@ -202,24 +184,15 @@ def test_a_missing_mark_costs_no_argument(family: Family) -> None:
         assert read(family, rendered(family, [("note", {"text": said})]), 1)[2] == [("note", {"text": said})]
 
 
-def cut_in_a_key(call: str) -> str:
-    return call[: call.index("text") + 2]
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "cut in a key": lambda call: call[: call.index("text") + 2],
+    "cut in a value": lambda call: call[: call.index("Hello") + 3],
+    "without the last brace": lambda call: "".join(call.rsplit("}", 1)),
+    "with a raw line end": lambda call: call.replace("Hello", "Hel\nlo"),
+}
 
 
-def cut_in_a_value(call: str) -> str:
-    return call[: call.index("Hello") + 3]
-
-
-def without_the_last_brace(call: str) -> str:
-    place = call.rfind("}")
-    return call if place < 0 else call[:place] + call[place + 1 :]
-
-
-def with_a_raw_line_end(call: str) -> str:
-    return call.replace("Hello", "Hel\nlo")
-
-
-@pytest.mark.parametrize("damage", [cut_in_a_key, cut_in_a_value, without_the_last_brace, with_a_raw_line_end])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("notation", NOTATIONS, ids=lambda notation: notation.name)
 def test_a_broken_call_leaves_those_behind_it(notation: Notation, damage: Callable[[str], str]) -> None:
     begin = "" if notation.bare else notation.begin
@@ -298,12 +271,8 @@ def test_references_mean_the_schema_of_the_function(family: Family) -> None:
         grammar = notation.grammar({"f": form}, parallel=False).value
         for more in ({"alias": "bob"}, {"all": ["bob"]}, {"inner": BOB}, {"inner": {"name": "bob", "inner": None}}):
             assert accepts(made, grammar, notation.written([("f", {**BOB, **more})])), grammar
-        for more in (
-            {"alias": "f"},
-            {"all": ["f"]},
-            {"inner": {"name": "f"}},
-            {"inner": {"name": "f", "arguments": BOB}},
-        ):
+        wrong = {"alias": "f"}, {"all": ["f"]}, {"inner": {"name": "f"}}, {"inner": {"name": "f", "arguments": BOB}}
+        for more in wrong:
             assert not accepts(made, grammar, notation.written([("f", {**BOB, **more})])), grammar
 
 

@@ -136,14 +136,9 @@ def test_a_grammar_holds_what_schemas_say_of_the_whole_document() -> None:
     pytest.importorskip("llguidance")
     from truedraft import Engine, SamplingParams
 
-    parameters = {
-        "type": "object",
-        "properties": {"kind": {"$ref": "#/$defs/Kind"}},
-        "required": ["kind"],
-        "additionalProperties": False,
-        "$defs": {"Kind": {"enum": ["list", "dict"]}},
-    }
-    form = TAGS.grammar({"f": parameters}, parallel=False)
+    parameters = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/Kind"}}, "required": ["kind"]}
+    kinds = {"additionalProperties": False, "$defs": {"Kind": {"enum": ["list", "dict"]}}}
+    form = TAGS.grammar({"f": parameters | kinds}, parallel=False)
     answer = Engine(embedded()).generate("x", SamplingParams(max_tokens=60, structured=form))
     ((name, arguments),) = read(TAGS, [answer.text or ""])[1]
     assert answer.finish_reason == "stop" and name == "f" and json.loads(arguments)["kind"] in ("list", "dict")
@@ -179,12 +174,9 @@ def test_reasoning_is_told_apart(answer: str, opened: bool, reasoning: str, text
 def test_no_more_of_a_form_is_made_than_may_be() -> None:
     notation = notation_of("<tool_call> <function= <parameter=")
     assert isinstance(notation.body, Parameters)
-    made = list[str]()
-    schema = {
-        "properties": {f"p{number}": {"type": "integer"} for number in range(1000)},
-        "$defs": {"x": {"title": "t" * 9000}},
-    }
-    rules = notation.body.rules
+    made, rules = list[str](), notation.body.rules
+    schema = {"properties": {f"p{number}": {"type": "integer"} for number in range(1000)}}
+    schema |= {"$defs": {"x": {"title": "t" * 9000}}}
 
     class Counted:
         def rules(self, *given: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizers import BYTES, TOK512, byte_level, llama_like, metaspace, small_llama
+from tiny_tokenizers import BYTES, byte_level, llama_like, metaspace, small_llama
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -44,11 +44,13 @@ def test_a_folder_gives_the_ids_of_transformers(tmp_path: Path) -> None:
 
 
 def test_special_tokens_as_the_model_expects(llama: Tokenizer, bytes_bpe: Tokenizer) -> None:
-    assert llama.encode("the end")[0] == 1
+    assert (llama.encode("the end")[0], llama.encode(""), bytes_bpe.encode("")) == (1, [1], [])
     assert llama.decode(llama.encode("the end")) == "the end"
-    assert llama.encode("") == [1]
     assert (llama.eos_token_ids, bytes_bpe.eos_token_ids) == ((2,), (0,))
-    assert bytes_bpe.encode("") == []
+    assert llama.byte_values == {3 + byte: byte for byte in range(256)} and bytes_bpe.byte_values == {}
+    assert (llama.skipped_ids, bytes_bpe.skipped_ids) == ({0, 1, 2}, {0})  # <tool> is added but not special: it is text
+    assert bytes_bpe.vocab_size == max(bytes_bpe.backend.get_vocab().values()) + 1 == len(bytes_bpe.backend)
+    assert bytes_bpe.decode([bytes_bpe.vocab_size - 2]) == "<tool>"
 
 
 def test_decode_leaves_spaces_alone(bytes_bpe: Tokenizer) -> None:
@@ -61,18 +63,6 @@ def test_decode_leaves_spaces_alone(bytes_bpe: Tokenizer) -> None:
         bytes_bpe.backend.clean_up_tokenization_spaces = False
 
 
-def test_vocab_size_counts_added_tokens(bytes_bpe: Tokenizer) -> None:
-    assert bytes_bpe.vocab_size == max(bytes_bpe.backend.get_vocab().values()) + 1 == len(bytes_bpe.backend)
-    assert bytes_bpe.decode([bytes_bpe.vocab_size - 2]) == "<tool>"
-
-
-def test_bytes_only_where_the_decoder_falls_back(llama: Tokenizer, bytes_bpe: Tokenizer) -> None:
-    assert llama.byte_values == {3 + byte: byte for byte in range(256)}
-    assert bytes_bpe.byte_values == {}
-    assert llama.skipped_ids == {0, 1, 2}
-    assert bytes_bpe.skipped_ids == {0}  # <tool> is added but not special: it is text
-
-
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
@@ -81,15 +71,14 @@ def test_a_folder_without_tokenizer_files_is_none(tmp_path: Path) -> None:
     assert Tokenizer.load(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("broken", ["", "{not json", "{}", '{"model": {"type": "BPE"}}', None])
-def test_a_broken_tokenizer_is_one_clear_sentence(tmp_path: Path, broken: str | None) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_is_one_clear_sentence(tmp_path: Path, name: str) -> None:
     folder = saved(byte_level(), tmp_path)
-    name = "tokenizer.json" if broken is not None else "tokenizer_config.json"
-    (tmp_path / name).write_text(broken if broken is not None else "{")
-    with pytest.raises(ModelError, match="cannot be read") as caught:
-        Tokenizer.load(folder)
-    assert folder in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for broken in ("", "{not json", "{}", '{"model": {"type": "BPE"}}') if name == "tokenizer.json" else ("{",):
+        (tmp_path / name).write_text(broken)
+        with pytest.raises(ModelError, match="cannot be read") as caught:
+            Tokenizer.load(folder)
+        assert folder in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_code_from_the_folder_is_not_run(tmp_path: Path) -> None:
@@ -166,22 +155,15 @@ def test_chat(bytes_bpe: Tokenizer) -> None:
 # --- one vocabulary or two --------------------------------------------------------------------------------------
 
 
-def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
-    first, again = Tokenizer(byte_level()), loaded(saved(byte_level(), tmp_path))
-    assert first.same_vocabulary(again)
-    assert first.difference(again) == ""
-    assert len(first.fingerprint) == 64
-
-
-def test_old_and_new_form_of_merges_are_the_same(tmp_path: Path) -> None:
-    folder = saved(byte_level(), tmp_path)
-    before = loaded(folder).fingerprint
-    file = tmp_path / "tokenizer.json"
+def test_saved_and_loaded_is_the_same_in_the_old_and_the_new_form(tmp_path: Path) -> None:
+    folder, first = saved(byte_level(), tmp_path), Tokenizer(byte_level())
+    again, file = loaded(folder), tmp_path / "tokenizer.json"
+    assert first.same_vocabulary(again) and first.difference(again) == "" and len(first.fingerprint) == 64
     described = json.loads(file.read_text())
     described["model"]["merges"] = [" ".join(merge) for merge in described["model"]["merges"]]
     described["truncation"] = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
     file.write_text(json.dumps(described))
-    assert loaded(folder).fingerprint == before
+    assert loaded(folder).fingerprint == first.fingerprint
 
 
 def test_base_and_chat_model_are_the_same() -> None:
@@ -223,13 +205,6 @@ def test_one_token_here_and_cut_there() -> None:
     assert "always one token in 'first'" in first.difference(second)
 
 
-def test_the_real_model_against_itself(stories: Tokenizer) -> None:
-    assert TOK512.is_file()
-    assert stories.vocab_size == 512
-    assert stories.encode("Once upon a time")[0] == 1
-    assert not stories.same_vocabulary(Tokenizer(small_llama(), "small"))
-
-
 def test_a_class_with_its_own_way_to_decode_keeps_it() -> None:
     class Shouting(PreTrainedTokenizerFast):
         def _decode(self, *args: object, **kwargs: object) -> str:
@@ -247,16 +222,8 @@ def test_a_text_has_no_fewer_tokens_than_are_foretold(make: Callable[[], PreTrai
     """What is refused by this before it is tokenised is surely too long."""
     tokenizer = Tokenizer(make())
     assert (tokenizer.least_tokens("x" * 10_000) > 400) == (make is not metaspace), "Unigram may drop what it likes"
-    for text in (
-        "",
-        "x",
-        "the quick brown fox " * 9,
-        "e\u0301" * 50,
-        "\U0001f600\u65e5" * 9,
-        "<|end|>" * 9,
-        " " * 99,
-        "\x00",
-    ):
+    texts = "x", "the quick brown fox " * 9, "e\u0301" * 50, "\U0001f600\u65e5" * 9, "<|end|>" * 9, " " * 99, "\x00", ""
+    for text in texts:
         assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
 
 

@@ -11,34 +11,19 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from tiny_tokenizers import BUILDERS, LINES, WIDE, byte_level
+from tiny_tokenizers import BUILDERS, LINES, WIDE, byte_level, unigram
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from truedraft.errors import VocabularyMismatchError
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.text.translation import Encoding, FollowedText, Translation, _rounds, surfaces, whole_characters
+from truedraft.text.translation import Encoding, FollowedText, Translation, surfaces, whole_characters
 
 TEXTS = ["the quick fox", "def f(x):\n    return x + 1", "the end. the", "naïve 日"]
 
 
-def word_pieces() -> PreTrainedTokenizerFast:
-    pieces = [
-        "[UNK]",
-        "the",
-        "quick",
-        "fox",
-        *"abcdefghijklmnopqrstuvwxyz",
-        *(f"##{one}" for one in "abcdefghijklmnopqrstuvwxyz"),
-    ]
-    backend = Backend(models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-
-
-ALL = BUILDERS | {"word pieces": word_pieces}
+ALL = BUILDERS | {"word pieces": WIDE["word pieces"]}
 
 
 def made(kind: str) -> Tokenizer:
@@ -88,14 +73,6 @@ def test_every_token_is_spelled_in_the_drafts_ids(target: str, draft: str) -> No
         )
 
 
-def test_texts_begin_and_end_as_the_draft_has_it() -> None:
-    target, draft = made("byte-level"), made("llama")
-    translation = between(target, draft)
-    assert translation.begin == (draft.backend.bos_token_id,)
-    assert translation.reads[target.eos_token_ids[0]] == draft.eos_token_ids
-    assert between(draft, target).begin == ()
-
-
 def test_the_distribution_is_the_drafts_on_what_both_know() -> None:
     """Of several ids that write the same the probabilities are summed, and the rest is left out."""
     target, draft = made("byte-level"), made("llama")
@@ -110,11 +87,6 @@ def test_the_distribution_is_the_drafts_on_what_both_know() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
     assert len(translation.rounds) > 1  # the letters and their bytes
     assert translation.shared == (expected[0] > 0).sum().item() / target.vocab_size
-
-
-def test_ids_that_write_the_same_come_in_rounds() -> None:
-    rounds = [(mine.tolist(), its.tolist()) for mine, its in _rounds({3: 7, 4: 8, 9: 7})]
-    assert rounds == [([3, 4], [7, 8]), ([9], [7])]
 
 
 def test_vocabularies_that_share_nothing_are_refused() -> None:
@@ -181,8 +153,7 @@ def many(kind: str, count: int) -> Tokenizer:
         backend = Backend(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     elif kind == "sentencepiece":
-        backend = Backend(models.Unigram([(name, -5.0) for name in names], unk_id=0))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        backend = unigram([(name, -5.0) for name in names])
     else:
         backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -63,48 +62,19 @@ def metaspace() -> PreTrainedTokenizerFast:
     """As T5's: Unigram, a word mark instead of spaces, no bytes."""
     pieces = [("<unk>", 0.0), ("▁", -3.0), ("▁the", -2.0), ("▁qu", -2.5), ("ick", -2.5), ("\ufffd", -9.0)]
     pieces += [(letter, -5.0) for letter in "abcdefghijklmnopqrstuvwxyzé"]
+    return PreTrainedTokenizerFast(tokenizer_object=unigram(pieces), unk_token="<unk>")
+
+
+def unigram(pieces: list[tuple[str, float]]) -> Backend:
     backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-
-
-def sentencepiece_pieces(data: bytes) -> list[tuple[str, float]]:
-    """The pieces and scores of a SentencePiece model file: field 1 of each message, fields 1 and 2 inside."""
-    return [
-        (bytes(fields[1]).decode(), struct.unpack("<f", fields[2])[0])
-        for number, value in _fields(data)
-        if number == 1 and (fields := dict(_fields(value)))
-    ]
-
-
-def _fields(data: bytes) -> list[tuple[int, bytes]]:
-    fields, place = [], 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        length = {5: 4, 1: 8}.get(key & 7)
-        if key & 7 == 0:
-            _, end = _varint(data, place)
-            length = end - place
-        elif length is None:
-            length, place = _varint(data, place)
-        fields.append((key >> 3, data[place : place + length]))
-        place += length
-    return fields
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return backend
 
 
 def stories_tokenizer() -> PreTrainedTokenizerFast:
-    scores = dict(sentencepiece_pieces(TOK512.read_bytes()))
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
+
+    scores = {each.piece: each.score for each in ModelProto.FromString(TOK512.read_bytes()).pieces}
     vocab = {piece: number for number, piece in enumerate(scores)}
     merges = [
         (-scores[piece], vocab[piece[:cut]], (piece[:cut], piece[cut:]))
@@ -140,9 +110,7 @@ def wide_sentencepiece() -> PreTrainedTokenizerFast:
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -6.0)]
     pieces += [(letter, -5.0) for letter in ALPHABET] + [(f"▁{letter}", -5.5) for letter in ALPHABET]
     pieces += [(f"▁{word}", -7.0) for word in WORDS[:3]] + [(pair, -6.0) for pair in PAIRS]
-    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
+    backend = unigram(pieces)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,8 @@ from truedraft.server.errors import ApiError
 if TYPE_CHECKING:
     from truedraft.server.front import Front
 
-_HASHED = "sha256:"
+_HASHED, _HEX_DIGEST = "sha256:", re.compile("[0-9A-Fa-f]{64}")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:@/\\\s]+))(?::[0-9]*)?")
-_ANY = "*"
 _OPEN = ("/", "/health", "/ready", "/metrics", "/openapi.json", "/docs", "/favicon.ico")
 """Paths without a key: they reveal nothing of requests."""
 _SHOWN = 80  # characters of a header that errors show
@@ -57,13 +56,7 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """Read a file with one client per line: `NAME KEY` or only `KEY`, where KEY may be `sha256:` and 64 hex digits.
-
-        Empty lines and those that begin with # are skipped.
-
-        Raises:
-            OptionError: the file cannot be read, or a line is malformed.
-        """
+        """Read a file of lines `NAME KEY` or `KEY`, where KEY may be `sha256:` and 64 hex digits; # begins comments."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -75,18 +68,19 @@ class ApiKeys:
                 continue
             if len(words) > 2:
                 raise OptionError(f"has {len(words)} words in line {number}; write NAME KEY", field="api_key_file")
-            name = words[0] if len(words) == 2 else f"key-{number}"
-            clients[_digest_in_file(words[-1], number)] = Client(name)
+            name, key = words[0] if len(words) == 2 else f"key-{number}", words[-1]
+            digest = hashlib.sha256(key.encode()).digest()
+            if key.startswith(_HASHED):
+                if not _HEX_DIGEST.fullmatch(key.removeprefix(_HASHED)):
+                    raise OptionError(f"has a hash in line {number} that is not 64 hex digits", field="api_key_file")
+                digest = bytes.fromhex(key.removeprefix(_HASHED))
+            clients[digest] = Client(name)
         if not clients:
             raise OptionError(f"holds no key: {str(path)!r}; write one NAME KEY a line", field="api_key_file")
         return cls(clients)
 
     def client(self, authorization: str | None) -> Client:
-        """The client of a request; keys are compared in constant time, so that the duration reveals nothing.
-
-        Raises:
-            ApiError: the key is missing or unknown.
-        """
+        """The client of a request, or an `ApiError`; keys are compared in constant time, which reveals nothing."""
         if not self._clients:
             return ANYONE
         scheme, _, key = (authorization or "").partition(" ")
@@ -99,32 +93,23 @@ class ApiKeys:
         return found[0]
 
 
-def _digest_in_file(word: str, number: int) -> bytes:
-    if not word.startswith(_HASHED):
-        return hashlib.sha256(word.encode()).digest()
-    try:
-        digest = bytes.fromhex(word.removeprefix(_HASHED))
-    except ValueError:
-        digest = b""
-    if len(digest) != hashlib.sha256().digest_size:
-        raise OptionError(f"has a hash in line {number} that is not 64 hex digits", field="api_key_file")
-    return digest
-
-
 class Hosts:
     """The names that requests may have in their `Host` header, with any port.
 
     A server that listens only on loopback accepts loopback's names, `host` and the allowed ones. Any other server
     accepts all names, unless some are allowed; "*" is any.
-
-    Raises:
-        OptionError: one is not a host name.
     """
 
     def __init__(self, host: str, allowed: Sequence[str] = ()) -> None:
         self._names: set[str] | None = None  # any
-        if _ANY not in allowed and (allowed or _on_loopback(host)):
-            self._names = {_plain(host) or host, *map(_allowed, allowed)}
+        if "*" in allowed or not (allowed or _on_loopback(host)):
+            return
+        self._names = {_plain(host) or host}
+        for name in allowed:
+            if (plain := _plain(name)) is None:
+                message = f"is no name of a host: {name!r}; give one such as chat.example.com"
+                raise OptionError(message, field="allowed_host")
+            self._names.add(plain)
 
     def check(self, given: Sequence[str]) -> None:
         """Refuse a request with another name, no name or several, by an `ApiError`."""
@@ -143,37 +128,28 @@ class Hosts:
             )
 
 
-def _allowed(name: str) -> str:
-    found = _plain(name)
-    if found is None:
-        raise OptionError(f"is no name of a host: {name!r}; give one such as chat.example.com", field="allowed_host")
-    return found
+def _address(name: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(name)
+    except ValueError:
+        return None
 
 
 def _plain(name: str) -> str | None:
     """A name without its port, in canonical form; None if it is not a name."""
-    try:
-        return str(ip_address(name))  # IPv6 without brackets
-    except ValueError:
-        found = _HOST.fullmatch(name.strip())
-    if found is None:
+    if (address := _address(name)) is not None:  # IPv6 without brackets
+        return str(address)
+    if (found := _HOST.fullmatch(name.strip())) is None:
         return None
     name = (found[1] or found[2]).lower().removesuffix(".")
-    try:
-        return str(ip_address(name))
-    except ValueError:
-        return None if found[1] else name
+    address = _address(name)
+    return str(address) if address is not None else None if found[1] else name
 
 
 def _is_loopback(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):  # which cannot be registered
-        return True
-    try:
-        address = ip_address(name)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (mapped or address).is_loopback
+    if (address := _address(name)) is None:
+        return name == "localhost" or name.endswith(".localhost")  # which cannot be registered
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _on_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from truedraft.core.verdict import Origin
 from truedraft.engine.batch import StepItem
 from truedraft.engine.policy.decisions import Decisions
 from truedraft.options import record_of
-from truedraft.server.conversations import ToolUse
+from truedraft.server.conversations import Conversation
 from truedraft.server.errors import ApiError
 from truedraft.server.events import EventStream, cancel_on_disconnect, event
 from truedraft.server.fields import SamplingFields
@@ -27,52 +28,46 @@ from truedraft.text.calls import Call, Reasoning
 
 _Value = TypeVar("_Value")
 _LONG = 256  # tokens; formatting longer answers would delay other clients
-_FORCED = "forced"
-"""Name of the drafter of tokens that a grammar forces."""
+_FORCED = "forced"  # name of the drafter of tokens that a grammar forces
 
 
-class View:
-    """The answers to one HTTP request in the format of an endpoint; `use` of tools is None for plain text."""
+class View(ABC):
+    """The answers to one HTTP request in the format of an endpoint; `talk` is None for plain text."""
 
     kind: ClassVar[str]
     """Prefix of the answers' ids."""
 
     def __init__(
-        self,
-        front: Front,
-        answering: ResponseHandle,
-        body: SamplingFields,
-        use: ToolUse | None = None,
-        warnings: Sequence[str] = (),
+        self, front: Front, answering: ResponseHandle, body: SamplingFields, talk: Conversation | None = None
     ) -> None:
         self.front = front
         self.streams: Sequence[Stream] = answering.streams
         self.id, self.model = new_id(self.kind), front.shown(body.model)
-        self.warnings = [*warnings, *(() if use is None else use.warnings)]
+        self.warnings = [] if talk is None else [*talk.warnings, *talk.use.warnings]
         self._answering = answering
-        self._options = body.stream_options
-        self._use = use
+        self._stream, self._options = body.stream, body.stream_options
+        self._use = None if talk is None else talk.use
 
     def begun(self) -> Iterator[str]:
         yield from ()
 
-    def read(self, part: StreamUpdate) -> Iterator[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, part: StreamUpdate) -> Iterator[str]: ...
 
-    def ended(self) -> Iterator[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def ended(self) -> Iterator[str]: ...
 
+    @abstractmethod
     def whole(self, parts: Sequence[StreamUpdate]) -> dict[str, Any]:
         """The body of a response that is not streamed; `parts` has all output of each sample."""
-        raise NotImplementedError
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that failed."""
         return event(error.body)
 
-    async def reply(self, http: HttpRequest, stream: bool | None) -> Response:
+    async def reply(self, http: HttpRequest) -> Response:
         """The HTTP response, a stream of events or one body; an `ApiError` if the latter fails or the client left."""
-        if stream:
+        if self._stream:
             return EventStream(self._events(http), self._answering.close, self.failed)
         await cancel_on_disconnect(http.receive, self._answering.finished())
         return await self._run(http, lambda: JSONResponse(self.whole([each.whole() for each in self.streams])))
@@ -179,16 +174,11 @@ class View:
         cached, spent = self.streams[0].request.copied_tokens, timing.total_s - timing.decode_s
         found: dict[str, Any] = {"cache_n": cached}
         rest = max(len(answer.token_ids) - 1, 0)  # tokens after the first
-        for name, count, seconds in (
-            ("prompt", answer.prompt_tokens - cached, spent),
-            ("predicted", rest, timing.decode_s),
-        ):
-            found |= {
-                f"{name}_n": count,
-                f"{name}_ms": 1e3 * seconds,
-                f"{name}_per_token_ms": 1e3 * seconds / max(count, 1),
-            }
-            found |= {f"{name}_per_second": count / seconds if seconds > 0.0 else 0.0}
+        parts = ("prompt", answer.prompt_tokens - cached, spent), ("predicted", rest, timing.decode_s)
+        for name, count, seconds in parts:
+            found |= {f"{name}_n": count, f"{name}_ms": 1e3 * seconds}
+            found[f"{name}_per_token_ms"] = 1e3 * seconds / max(count, 1)
+            found[f"{name}_per_second"] = count / seconds if seconds > 0.0 else 0.0
         depth = self.front.service.engine.drafter.limits.depth
         if not depth:
             return {"timings": found}

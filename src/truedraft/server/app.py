@@ -20,7 +20,7 @@ from truedraft.server.access import ApiKeys, Gate, Hosts
 from truedraft.server.bodies import BodyRoute
 from truedraft.server.chat import chat_router
 from truedraft.server.completions import completions_router
-from truedraft.server.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, answer_unreadable
+from truedraft.server.errors import AnthropicErrorAnswer, ApiError, ErrorAnswer, answer_unreadable, invalid
 from truedraft.server.fields import Fields, Many
 from truedraft.server.front import Front
 from truedraft.server.messages import messages_router
@@ -172,7 +172,7 @@ def _texts(front: Front) -> APIRouter:
     def detokenized(body: DetokenizeRequest) -> str:
         wrong = next((token for token in body.tokens if not 0 <= token < target.vocab_size), None)
         if wrong is not None:
-            raise ApiError(400, f"token id {wrong} is outside 0 to {target.vocab_size - 1}", param="tokens")
+            raise invalid("tokens", f"token id {wrong} is outside 0 to {target.vocab_size - 1}")
         return tokenizer().decode(body.tokens)
 
     def tokenizer() -> Tokenizer:

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from truedraft.server.errors import ApiError, is_json, spelled, unreadable
+from truedraft.server.errors import ApiError, invalid, is_json, spelled, unreadable
 
 MOST_VALUES = 1 << 19
 """Limit of JSON values in a body."""
@@ -52,11 +52,7 @@ class _ReadRequest(HttpRequest):
 
 
 def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """Parse and validate a JSON body.
-
-    Raises:
-        ApiError: the body is not JSON, has too many values or a lone surrogate, or a field is invalid.
-    """
+    """Parse and validate a JSON body; an `ApiError` if it cannot be used."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         value = _decoded(text)
@@ -69,7 +65,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
         for place, half in () if is_whole else _halves(value, ()):
             where = spelled(place)
             message = f"{where or 'the body'} has half a character (U+{ord(half):04X}); mend how its text was cut"
-            raise ApiError(400, message, param=where or None, code="invalid_value")
+            raise invalid(where or None, message, "invalid_value")
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error.msg}") from error
     except RecursionError as error:
@@ -79,8 +75,7 @@ def read_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate(value, from_attributes=True)
     except ValidationError as error:
-        errors: list[Any] = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise unreadable(errors, value) from error
+        raise unreadable([{**each} for each in error.errors(include_url=False)], value) from error
 
 
 def _decoded(text: str) -> Any:

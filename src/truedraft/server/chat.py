@@ -23,7 +23,7 @@ from truedraft.server.conversations import (
     ToolUse,
     called,
 )
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import invalid
 from truedraft.server.events import DONE, OR_STREAM, event
 from truedraft.server.fields import (
     Items,
@@ -132,11 +132,10 @@ class ChatRequest(SamplingFields):
     def conversation(self, front: Front) -> Conversation:
         """What is to be answered; an `ApiError` if fields conflict, or the required function does not exist."""
         if not self.messages:
-            raise ApiError(400, "messages is empty; give at least one", param="messages")
-        use, continues = self._use(front), self._continues
+            raise invalid("messages", "messages is empty; give at least one")
+        use, continues, param = self._use(front), self._continues, "continue_final_message"
         if continues and use.forced is not None:
-            message = "tool_choice begins the answer with a call, and continue_final_message continues a text"
-            raise ApiError(400, message, param="continue_final_message")
+            raise invalid(param, f"tool_choice begins the answer with a call, and {param} continues a text")
         return Conversation(
             self.templated,
             use,
@@ -154,33 +153,30 @@ class ChatRequest(SamplingFields):
             tools = [tool.function for tool in self.tools or ()]
             return ToolUse.of(tools, choice, self.parallel_tool_calls, front.notation)
         if self.tools:
-            raise ApiError(400, "functions and tools say the same; leave functions out", param="functions")
+            raise invalid("functions", "functions and tools say the same; leave functions out")
         fields = "functions", "function_call"
         return ToolUse.of(self.functions, self.function_call, False, front.notation, fields)
 
     @property
     def _continues(self) -> bool:
-        param = "continue_final_message"
-        if not self.continue_final_message:
-            if self.add_generation_prompt is False:
-                message = "add_generation_prompt is false, so no answer would begin; set continue_final_message"
-                raise ApiError(400, message, param="add_generation_prompt")
-            return False
-        last = self.messages[-1]
-        if self.add_generation_prompt:
+        param, begins, last = "continue_final_message", self.add_generation_prompt, self.messages[-1]
+        if not self.continue_final_message and begins is False:
+            message = f"add_generation_prompt is false, so no answer would begin; set {param}"
+            raise invalid("add_generation_prompt", message)
+        if self.continue_final_message and begins:
             message = f"{param} continues the last message and add_generation_prompt begins another; leave one out"
-        elif last.role != "assistant" or last.calls or not last.content:
+            raise invalid(param, message)
+        if self.continue_final_message and (last.role != "assistant" or last.calls or not last.content):
             message = f"{param} needs a last message of the assistant's that has text and no calls; send that"
-        else:
-            return True
-        raise ApiError(400, message, param=param)
+            raise invalid(param, message)
+        return bool(self.continue_final_message)
 
     @property
     def _requested_logprobs(self) -> int | None:
         if self.logprobs:
             return checked_logprobs("top_logprobs", self.top_logprobs or 0)
         if self.top_logprobs is not None:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         return None
 
 
@@ -193,7 +189,7 @@ def chat_router(front: Front) -> APIRouter:
         """Answer the last message of a conversation."""
         front.check_model(body.model)
         talk = await front.run_in_thread(http, body.conversation, front)
-        return await _Chat(front, await talk.answers(front, body, http), body, talk.use).reply(http, body.stream)
+        return await _Chat(front, await talk.answers(front, body, http), body, talk).reply(http)
 
     return router
 
@@ -201,8 +197,8 @@ def chat_router(front: Front) -> APIRouter:
 class _Chat(View):
     kind = "chatcmpl"
 
-    def __init__(self, front: Front, answering: ResponseHandle, body: ChatRequest, use: ToolUse) -> None:
-        super().__init__(front, answering, body, use)
+    def __init__(self, front: Front, answering: ResponseHandle, body: ChatRequest, talk: Conversation) -> None:
+        super().__init__(front, answering, body, talk)
         self._shows_ids = bool(body.return_token_ids)
         self._called = "function_call" if body.functions else "tool_calls"
         self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": self.model}
@@ -288,8 +284,5 @@ def _call_delta(new: CallDelta) -> dict[str, Any]:
 
 def _joined(deltas: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The pieces of one call, in the format of `function_call`."""
-    found: dict[str, str] = {}
-    for each in deltas:
-        for name, text in each["function"].items():
-            found[name] = found.get(name, "") + text
-    return found
+    pieces = [each["function"] for each in deltas]
+    return {name: "".join(piece.get(name, "") for piece in pieces) for name in pieces[0] | pieces[-1]}

@@ -20,7 +20,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.engine.prompts import TextPrompt
 from truedraft.server.answers import View
 from truedraft.server.bodies import BodyRoute
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import invalid
 from truedraft.server.events import DONE, OR_STREAM, event
 from truedraft.server.fields import Many, ResponseFormat, SamplingFields, checked_logprobs
 from truedraft.server.front import Front, finite
@@ -59,18 +59,19 @@ class CompletionRequest(SamplingFields):
 
     def check(self) -> None:
         """Refuse fields that conflict, by an `ApiError` with their names."""
-        if self.suffix and self.echo:
-            message = "echo gives the prompt back, and with suffix the answer is in its middle; leave one out"
-            raise ApiError(400, message, param="suffix")
-        if not self.prompts:
-            raise ApiError(400, "prompt is an empty list; give at least one", param="prompt")
-        if self.drawn < self.samples:
-            raise ApiError(400, f"best_of must be at least n, {self.samples}, got {self.best_of}", param="best_of")
-        if self.drawn > self.samples and self.stream:
-            raise ApiError(400, "best_of cannot be streamed: the best is known at the end", param="best_of")
         checked_logprobs("logprobs", self.logprobs)
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens is 0, so nothing would be answered; request 1 or more", param="max_tokens")
+        drawn, samples = self.drawn, self.samples
+        both = "echo gives the prompt back, and with suffix the answer is in its middle; leave one out"
+        nothing = "max_tokens is 0, so nothing would be answered; request 1 or more"
+        for is_wrong, param, message in (
+            (self.suffix and self.echo, "suffix", both),
+            (not self.prompts, "prompt", "prompt is an empty list; give at least one"),
+            (drawn < samples, "best_of", f"best_of must be at least n, {samples}, got {drawn}"),
+            (drawn > samples and self.stream, "best_of", "best_of cannot be streamed: the best is known at the end"),
+            (self.max_tokens == 0 and not self.echo, "max_tokens", nothing),
+        ):
+            if is_wrong:
+                raise invalid(param, message)
 
 
 def completions_router(front: Front) -> APIRouter:
@@ -81,8 +82,7 @@ def completions_router(front: Front) -> APIRouter:
     def infilling() -> Infilling:
         tokenizer = front.service.engine.target.tokenizer
         if tokenizer is None:
-            message = "suffix is a text, and this model has no tokenizer; it takes token ids"
-            raise ApiError(400, message, param="suffix")
+            raise invalid("suffix", "suffix is a text, and this model has no tokenizer; it takes token ids")
         return Infilling.of(tokenizer)
 
     @router.post("/v1/completions", responses=OR_STREAM)
@@ -92,7 +92,7 @@ def completions_router(front: Front) -> APIRouter:
         front.check_count(len(body.prompts) * body.drawn, len(body.prompts))
         prompts, params = await front.run_in_thread(http, prepared, body)
         answering = await front.begin(prompts, params, body, http, samples=body.drawn)
-        return await _Completion(front, answering, body).reply(http, body.stream)
+        return await _Completion(front, answering, body).reply(http)
 
     def prepared(body: CompletionRequest) -> tuple[Sequence[TextPrompt], SamplingParams]:
         logprobs = body.logprobs if body.logprobs is not None else (0 if body.drawn > body.samples else None)
@@ -105,7 +105,7 @@ def completions_router(front: Front) -> APIRouter:
         form_of = infilling()
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         if len(texts) < len(body.prompts):
-            raise ApiError(400, "suffix goes with a prompt that is text, not token ids; send the text", param="suffix")
+            raise invalid("suffix", "suffix goes with a prompt that is text, not token ids; send the text")
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *form_of.ends))
         return [form_of.prompt(text, body.suffix) for text in texts], params
 

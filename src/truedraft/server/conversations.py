@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.errors import PromptError, PromptLengthError
 from truedraft.models.multimodal import MultimodalPrompt
-from truedraft.server.errors import ApiError, quoted
+from truedraft.server.errors import invalid, quoted
 from truedraft.server.fields import Fields, SamplingFields, Thinking
 from truedraft.server.front import Front
 from truedraft.server.service import ResponseHandle
@@ -98,33 +98,26 @@ class ToolUse:
         notation: Notation,
         fields: tuple[str, str] = ("tools", "tool_choice"),
     ) -> ToolUse:
-        """From the fields of a request; `fields` are the client's names of those for tools and tool choice.
-
-        Raises:
-            ApiError: there are no tools to choose from, none of that name, or two with one name.
-        """
+        """From the fields of a request; `fields` are the client's names of those for tools and tool choice."""
         listed, chosen = fields
         if not tools and choice not in (None, "none", "auto"):
-            raise ApiError(400, f"{chosen} requires a call and {listed} is empty; list tools there", param=chosen)
+            raise invalid(chosen, f"{chosen} requires a call and {listed} is empty; list tools there")
         if len(tools) > MOST_TOOLS:
-            raise ApiError(400, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}", param=listed)
+            raise invalid(listed, f"{listed} holds {len(tools)} functions, of at most {MOST_TOOLS}")
         names = Counter(tool.name for tool in tools)
         if twice := next((name for name, count in names.items() if count > 1), None):
-            message = f"{listed} has two functions called {quoted(twice)}; rename or leave out one"
-            raise ApiError(400, message, param=listed)
+            raise invalid(listed, f"{listed} has two functions called {quoted(twice)}; rename or leave out one")
         if not tools or choice == "none":
             return cls(notation)
-        several = parallel is not False
+        several, schemas, free = parallel is not False, schemas_of(tools), dict[str, str]()
         if choice in (None, "auto"):
             return cls(notation, tools, None, several)
         if isinstance(choice, NamedFunction):
-            named = [tool for tool in tools if tool.name == choice.name]
-            if not named:
+            if choice.name not in names:
                 message = f"{chosen} names {quoted(choice.name)}; {listed} has {', '.join(map(quoted, names))}"
-                raise ApiError(400, message, param=chosen)
-            return cls(notation, tools, notation.grammar(schemas_of(named), parallel=False), False)
-        schemas, free = schemas_of(tools), dict[str, str]()
-        if len(tools) > 1:
+                raise invalid(chosen, message)
+            several, schemas = False, {choice.name: schemas[choice.name]}
+        elif len(tools) > 1:
             free = {name: why for name, schema in schemas.items() if schema and (why := unheld(schema))}
         form = notation.grammar(schemas | dict.fromkeys(free), parallel=several)
         return cls(notation, tools, form, several, free)
@@ -193,40 +186,35 @@ class Conversation:
     warnings: Sequence[str] = ()
 
     async def prompt(self, front: Front, http: HttpRequest, samples: int = 1) -> list[int] | MultimodalPrompt:
-        """The conversation as the chat template writes it, in a thread if long. Pictures reserve places for `samples`.
-
-        Raises:
-            ApiError: there is no template, it refuses the messages, the pictures cannot be used, or there is no room.
-            OptionError: the further variables are not variables of the template.
-        """
-        variables = {**front.switches(self.thinks), **self.variables}
+        """The conversation as its template writes it, in a thread if long; pictures reserve places for `samples`."""
         urls = await front.run_in_thread(http, self._urls)
         if not urls:
-            return await front.run_in_thread(http, self._ids, front, variables)
+            return await front.run_in_thread(http, self._ids, front)
         front.reserve(http, max(samples, 1))  # its range is checked later
-        messages, how = await front.run_in_thread(http, self._templated, front, variables)
+        messages, how = await front.run_in_thread(http, self._templated, front)
         return await front.pictures.chat(messages, urls, param=self.param, **how)
 
     def _urls(self) -> list[str]:
         contents = [each["content"] for each in self.messages if not isinstance(each["content"], str)]
         return [part.pop("url") for content in contents for part in content if part["type"] == "image"]
 
-    def _ids(self, front: Front, variables: Mapping[str, Any]) -> list[int]:
+    def _ids(self, front: Front) -> list[int]:
         target = front.service.engine.target
         tokenizer = target.tokenizer
         if tokenizer is None:
-            message = "this model has no tokenizer, so there are no chats; use /v1/completions with token ids"
-            raise ApiError(400, message)
-        messages, how = self._templated(front, variables)
+            raise invalid(
+                None, "this model has no tokenizer, so there are no chats; use /v1/completions with token ids"
+            )
+        messages, how = self._templated(front)
         try:
             if not self.counts and target.sources is None:
                 how["most_tokens"] = target.context_length
             return first_taken(messages, partial(tokenizer.chat, **how))
         except PromptError as error:
             code = "context_length_exceeded" if isinstance(error, PromptLengthError) else "invalid_value"
-            raise ApiError(400, str(error), param=self.param, code=code) from error
+            raise invalid(self.param, str(error), code) from error
 
-    def _templated(self, front: Front, variables: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], ChatOptions]:
+    def _templated(self, front: Front) -> tuple[list[Mapping[str, Any]], ChatOptions]:
         """Messages and options for the chat template; a system message describes the tools if the template does not."""
         use, messages = self.use, list(self.messages)
         tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in use.tools]
@@ -241,34 +229,27 @@ class Conversation:
         return messages, {
             "tools": front.history.tools(tools) if tools else None,
             "template": front.chat_template,
-            "variables": variables,
+            "variables": {**front.switches(self.thinks), **self.variables},
             "continues": self.continues,
             "trust_control_tokens": front.options.trust_control_tokens,
         }
 
     async def answers(self, front: Front, body: SamplingFields, http: HttpRequest) -> ResponseHandle:
-        """Queue the answers.
-
-        Raises:
-            ApiError: the context has no room, the request is invalid, or the queue has no room for it.
-            OptionError: a value is out of range.
-        """
+        """Queue the answers."""
         prompt, use = await self.prompt(front, http, body.samples), self.use
         ids = prompt.token_ids if isinstance(prompt, MultimodalPrompt) else prompt
         left = front.service.engine.target.most_tokens(ids) - len(ids)
         if left < 1:
             message = f"the conversation has {len(ids)} tokens, and this model's context is {left + len(ids)}"
-            raise ApiError(400, f"{message}; shorten it", param=self.param, code="context_length_exceeded")
+            raise invalid(self.param, f"{message}; shorten it", "context_length_exceeded")
         most = left if self.max_tokens is None else self.max_tokens
-
-        def params() -> SamplingParams:
-            return use.fitted(body.sampling(most, logprobs=self.logprobs, form=use.forced or self.form))
-
-        options = await front.run_in_thread(http, params)
-        answering = await front.begin([prompt], options, body, http, notation=front.notation)
-        schemas, inside, forced = schemas_of(use.tools), front.reasons(use.notation, prompt), use.forced is not None
+        sampling = partial(body.sampling, most, logprobs=self.logprobs, form=use.forced or self.form)
+        params = await front.run_in_thread(http, lambda: use.fitted(sampling()))
+        answering = await front.begin([prompt], params, body, http, notation=front.notation)
+        inside, formed = front.reasons(use.notation, prompt), use.forced is not None
+        schemas = schemas_of(use.tools)
         for each in answering.streams:
             each.reader = AnswerReader(
-                use.notation, schemas, parallel=use.parallel, reasoning_open=inside, calls_only=forced
+                use.notation, schemas, parallel=use.parallel, reasoning_open=inside, calls_only=formed
             )
         return answering

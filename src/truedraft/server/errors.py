@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -34,8 +35,7 @@ _PATH = re.compile(
     r"|\w\.(?:bin|gguf|jinja|json|jsonl|model|pt|pth|py|safetensors|so|txt)\b"  # a file by its name
 )
 """Matches possible file paths."""
-_SHOWN = 80
-"""Characters of a client's value that errors show."""
+_SHOWN = 80  # characters of a client's value that errors show
 
 
 class ErrorFields(BaseModel):
@@ -68,12 +68,7 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client; `code` None is the default of the status.
-
-    Args:
-        message: one sentence: what was wrong, and what to do.
-        retry_s: seconds after which the client may retry.
-    """
+    """An error that is sent to the client, who may retry after `retry_s`; `code` None is the default of the status."""
 
     def __init__(
         self,
@@ -106,16 +101,11 @@ class ApiError(Exception):
 
     @classmethod
     def of(
-        cls,
-        error: BaseException,
-        fields: Mapping[str, str] | None = None,
-        shown: Mapping[str, str] | None = None,
+        cls, error: BaseException, fields: Mapping[str, str] | None = None, shown: Mapping[str, str] | None = None
     ) -> ApiError:
         """Convert an error of the library: a client's mistakes keep their message, all else is an error of the server.
 
-        Args:
-            fields: the client's names of fields, by the library's, where they differ.
-            shown: names that clients see, by the internal names that the error may hold.
+        `fields` has the client's names of fields, and `shown` the names that clients see, by the library's.
         """
         if isinstance(error, TruedraftError) and fields:
             error.call_fields(fields)
@@ -148,8 +138,9 @@ async def answer_unreadable(request: Request, error: Exception) -> JSONResponse:
     kind = request.headers.get("content-type", "")
     if error.body is not None and not isinstance(error.body, dict | list) and not is_json(kind):
         message = f"the header Content-Type is {quoted(kind) if kind else 'missing'}; send JSON as application/json"
-        return ApiError(400, message, param="Content-Type").response(request.scope["path"])
-    return unreadable(list(error.errors()), error.body).response(request.scope["path"])
+        return invalid("Content-Type", message).response(request.scope["path"])
+    errors = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # without its "body" or "path"
+    return unreadable(errors, error.body).response(request.scope["path"])
 
 
 def is_json(content_type: str) -> bool:
@@ -160,7 +151,7 @@ def is_json(content_type: str) -> bool:
 
 def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
     """The error of the first invalid field; for a union, of the member that validated the furthest."""
-    placed = [(_place(each, body), each) for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
+    placed = [(_place(each, body), each) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
     place, first = max(placed, key=lambda each: len(each[0]))
     named = spelled(place)
     same = [each for where, each in placed if where == place]
@@ -170,9 +161,9 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         return ApiError(400, f"the body is no JSON: {context.get('error', message)}")
     if kind == "extra_forbidden" and named.startswith("guided_"):  # vLLM's former fields
         options = "response_format, or structured_outputs with json, regex, choice or grammar"
-        return ApiError(400, f"{named} is not known here; request a form by {options}", param=named)
+        return invalid(named, f"{named} is not known here; request a form by {options}")
     if kind == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {named}", param=named)
+        return invalid(named, f"unrecognized request argument: {named}")
     if not place:
         message = "it is missing; send a JSON object" if kind == "missing" else message
         return ApiError(400, f"the body cannot be used: {message}")
@@ -192,7 +183,7 @@ def unreadable(errors: list[dict[str, Any]], body: Any) -> ApiError:
         expected = dict.fromkeys(str(each["msg"]).removeprefix("Input should be ") for each in same)
         message = f"Input should be {' or '.join(expected)}" if len(expected) > 1 else message
         text = f"{named}: {message}{shown}"
-    return ApiError(400, text, param=named, code="invalid_value")
+    return invalid(named, text, "invalid_value")
 
 
 def spelled(place: Sequence[int | str]) -> str:
@@ -203,12 +194,11 @@ def spelled(place: Sequence[int | str]) -> str:
 def _place(error: dict[str, Any], body: Any) -> tuple[int | str, ...]:
     """The path of an error in a body, without pydantic's names of union members."""
     found: list[int | str] = []
-    loc = error["loc"][1:]  # after its first entry: "body" or "path"
-    for number, part in enumerate(loc, start=1):
+    for number, part in enumerate(error["loc"], start=1):
         within = 0 <= part < len(body) if isinstance(part, int) and isinstance(body, list) else False
         if within or (isinstance(body, dict) and part in body):
             body = body[part]
-        elif not (isinstance(body, dict) and error["type"] == "missing" and number == len(loc)):
+        elif not (isinstance(body, dict) and error["type"] == "missing" and number == len(error["loc"])):
             continue
         found.append(part)
     return tuple(found)
@@ -225,26 +215,20 @@ def _is_about_a_file(error: BaseException | None) -> bool:
 
 def quoted(given: object) -> str:
     """A client's value, shortened for an error message."""
-    text = ""
-    for part in _written(given):
-        text += part
-        if len(text) > _SHOWN:  # before the rest is read, which may be long
-            return f"{text[: _SHOWN - 3]}..."
-    return text
+    text = repr(_beginning(given, _SHOWN))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def _written(given: object) -> Iterator[str]:
+def _beginning(given: Any, most: int) -> Any:
+    """A value without most of what is long in it; the deeper, the less is left."""
     if isinstance(given, str):
-        yield repr(given[: _SHOWN + 1])
-    elif isinstance(given, dict | list):
-        entries = given.items() if isinstance(given, dict) else enumerate(given)
-        yield str(given.__class__())[0]
-        for number, (name, value) in enumerate(entries):
-            yield ", " if number else ""
-            if isinstance(given, dict):
-                yield from _written(name)
-                yield ": "
-            yield from _written(value)
-        yield str(given.__class__())[1]
-    else:
-        yield repr(given)
+        return given[: _SHOWN + 1]
+    if isinstance(given, dict):
+        few = itertools.islice(given.items(), most)
+        return {_beginning(name, most): _beginning(value, most // 2) for name, value in few}
+    return [_beginning(each, most // 2) for each in given[:most]] if isinstance(given, list) else given
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """The error of a request with an unusable field."""
+    return ApiError(400, message, param=param, code=code)

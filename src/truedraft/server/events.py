@@ -42,10 +42,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncIterator[str],
-        close: Callable[[], None],
-        failed: Callable[[ApiError], str],
+        self, events: AsyncIterator[str], close: Callable[[], None], failed: Callable[[ApiError], str]
     ) -> None:
         self.status_code = 200
         self.background = None

@@ -6,9 +6,8 @@ its own. Known fields without effect are in `Ignored`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -17,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from truedraft.core.budget import Speculation
 from truedraft.core.params import SamplingParams, Structured
 from truedraft.errors import OptionError
-from truedraft.server.errors import ApiError, quoted
+from truedraft.server.errors import invalid, quoted
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _MOST_STOPS = 64
@@ -36,7 +35,7 @@ Texts: TypeAlias = str | Items[str]
 def checked_logprobs(name: str, count: int | None) -> int | None:
     """The number of top logprobs in the field `name`; an `ApiError` if it is out of range."""
     if count is not None and not 0 <= count <= _MOST_LOGPROBS:
-        raise ApiError(400, f"{name} must lie in 0 to {_MOST_LOGPROBS}, got {count}", param=name)
+        raise invalid(name, f"{name} must lie in 0 to {_MOST_LOGPROBS}, got {count}")
     return count
 
 
@@ -126,14 +125,14 @@ class RefusalPart(LenientModel):
         return self.refusal
 
 
-text_or_parts = Discriminator(
+_text_or_parts = Discriminator(
     lambda given: "text" if isinstance(given, str) else "parts" if isinstance(given, list) else None,
     custom_error_type="content",
     custom_error_message="must be a text or a list of parts",
 )
-"""Selects the type of a content: text or parts."""
-_TextParts = Items[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
-Content: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_TextParts, Tag("parts")], text_or_parts]
+TextOr = Annotated[Annotated[str, Tag("text")] | Annotated[Items[_Item], Tag("parts")], _text_or_parts]
+"""A content: text, or parts."""
+Content: TypeAlias = TextOr[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 
 
 class Prediction(Fields):
@@ -197,8 +196,7 @@ class ImageBlock(LenientModel):
 _Text: TypeAlias = TextPart | RefusalPart
 _Picture: TypeAlias = ImagePart | InputImagePart | ImageBlock
 _Part = Annotated[TextPart | RefusalPart | ImagePart | InputImagePart, Field(discriminator="type")]
-_Parts = Items[_Part]
-SeenContent: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("parts")], text_or_parts]
+SeenContent: TypeAlias = TextOr[_Part]
 
 
 def text_of(content: Content) -> str:
@@ -231,11 +229,11 @@ class StructuredFields(Fields):
 
     @property
     def form(self) -> Structured:
-        given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        given = [(name, value) for name, value in self if value is not None]
         if len(given) != 1:
             message = f"give one of json, regex, choice, grammar and json_object, got {len(given)}"
-            raise ApiError(400, message, param="structured_outputs")
-        ((kind, value),) = given.items()
+            raise invalid("structured_outputs", message)
+        ((kind, value),) = given
         return Structured(kind, True if kind == "json_object" else value)
 
 
@@ -256,18 +254,16 @@ class ResponseFormat(Fields):
 
     @property
     def form(self) -> Structured | None:
-        if self.type == "text":
-            return None
         if self.type == "json_schema" and self.json_schema is None:
-            raise ApiError(400, "response_format of type json_schema needs json_schema", param="response_format")
+            raise invalid("response_format", "response_format of type json_schema needs json_schema")
         return json_form(self.type, None if self.json_schema is None else self.json_schema.schema_)
 
 
-def json_form(kind: str, schema: dict[str, Any] | None) -> Structured:
-    """The grammar of a JSON schema, or of any object if there is no schema."""
-    if kind == "json_object" or schema is None:
+def json_form(kind: str, schema: dict[str, Any] | None) -> Structured | None:
+    """The grammar of a JSON schema, or of any object if there is no schema; None for the kind "text"."""
+    if kind == "json_object" or (kind == "json_schema" and schema is None):
         return Structured("json_object", True)
-    return Structured("json_schema", schema)
+    return None if kind == "text" else Structured("json_schema", schema)
 
 
 # The last two of the first, and the last three of the second, have no effect here.
@@ -303,10 +299,10 @@ class Thinking:
             for name, value in given.items():
                 param = f"{field}.{name}"
                 if name not in _THINKING[field]:
-                    raise ApiError(400, f"unrecognized request argument: {param}", param=param)
+                    raise invalid(param, f"unrecognized request argument: {param}")
                 fits = type(value) is _THINKING[field][name] and (type(value) is not int or value >= 0)
                 if value is not None and not (fits and (name != "type" or value in _THINKS)):
-                    raise ApiError(400, f"{param} cannot be {quoted(value)}", param=param)
+                    raise invalid(param, f"{param} cannot be {quoted(value)}")
         word = effort or reasoning.get("effort")
         kind, enabled = thinking.get("type"), reasoning.get("enabled")
         budgets = (budget, thinking.get("budget_tokens"), reasoning.get("max_tokens"))
@@ -381,43 +377,33 @@ class SamplingFields(Ignored):
     ) -> SamplingParams:
         """The library's options; `form` is the grammar of an endpoint with its own field for it.
 
-        Raises:
-            OptionError: a value is out of range; the error has the request's names of fields.
-            ApiError: a list is too long, too many logprobs are requested, or two grammars are.
+        An `OptionError` or `ApiError` with the request's names of fields if a value is out of range.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         lists = {"stop": stop, "bad_words": self.bad_words or (), "stop_token_ids": self.stop_token_ids or ()}
         for name, values in lists.items():
             if len(values) > _MOST_STOPS:
-                raise ApiError(400, f"{name} holds {len(values)} entries, of at most {_MOST_STOPS}", param=name)
-        with _errors_in(self.called):
+                raise invalid(name, f"{name} holds {len(values)} entries, of at most {_MOST_STOPS}")
+        try:
             own = None if self.structured_outputs is None else self.structured_outputs.form
-        if form is not None and own is not None:
-            message = "structured_outputs and another form are requested; leave one out"
-            raise ApiError(400, message, param="structured_outputs")
-        given = {name: getattr(self, name) for name in _SHARED} | {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1 of other servers keeps all
-            "stop": tuple(stop),
-            "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
-            "logprobs": logprobs,
-            "structured": form if form is not None else own,
-            "prediction": None if self.prediction is None else text_of(self.prediction.content) or None,
-            "n": self.samples,
-        }
-        with _errors_in(self.called):
+            if form is not None and own is not None:
+                raise invalid("structured_outputs", "structured_outputs and another form are requested; leave one out")
+            given = {name: getattr(self, name) for name in _SHARED} | {
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1 of other servers keeps all
+                "stop": tuple(stop),
+                "prompt_logprobs": checked_logprobs("prompt_logprobs", self.prompt_logprobs),
+                "logprobs": logprobs,
+                "structured": form if form is not None else own,
+                "prediction": None if self.prediction is None else text_of(self.prediction.content) or None,
+                "n": self.samples,
+            }
             return SamplingParams(max_tokens, **{name: value for name, value in given.items() if value is not None})
+        except OptionError as error:
+            error.call_fields(self.called)
+            error.field = self.called.get(error.field or "", error.field)
+            raise
 
 
 _SHARED = [each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields]
 """Options with the same name in requests and in the library."""
-
-
-@contextlib.contextmanager
-def _errors_in(names: Mapping[str, str]) -> Iterator[None]:
-    try:
-        yield
-    except OptionError as error:
-        error.call_fields(names)
-        error.field = names.get(error.field or "", error.field)
-        raise

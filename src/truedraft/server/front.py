@@ -25,7 +25,7 @@ from truedraft.engine.prompts import Chat, Prompt, check_max_tokens
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.multimodal import MultimodalPrompt
 from truedraft.server.access import Client
-from truedraft.server.errors import ApiError, quoted
+from truedraft.server.errors import ApiError, invalid, quoted
 from truedraft.server.events import cancel_on_disconnect
 from truedraft.server.fields import SamplingFields, Thinking
 from truedraft.server.options import ServerOptions
@@ -48,16 +48,7 @@ _WORKERS, _AT_ONCE = 8, 2  # threads for long bodies, in total and per client
 
 
 class Front:
-    """State and options that endpoints share.
-
-    Args:
-        names: of the model; answers give the first one.
-        rules: verification rules that a request may select, by their text form.
-
-    Attributes:
-        created: when the server started, in seconds since 1970.
-        token_text: the text of a token; its id if the model has no tokenizer.
-    """
+    """State and options that endpoints share: the model's names, of which answers give the first, and rules by name."""
 
     def __init__(
         self,
@@ -75,6 +66,7 @@ class Front:
         self.notation = notation_of(self.template, None if tokenizer is None else tokenizer.whole_tokens)
         self.pictures = PictureReader(target)
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="truedraft-writes")
+        # By id; the id itself if the model has no tokenizer.
         self.token_text: Callable[[int], str] = lru_cache(1 << 16)(str if tokenizer is None else tokenizer.token_text)
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="truedraft-bodies")
         self._slots: dict[Client, asyncio.Semaphore] = {}
@@ -103,9 +95,8 @@ class Front:
         """How the chat template formats earlier calls."""
         if (tokenizer := self._tokenizer) is None:
             return HistoryForm()
-        return HistoryForm.of(
-            lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=self.chat_template)
-        )
+        template = self.chat_template
+        return HistoryForm.of(lambda messages, tools: tokenizer.chat_text(messages, tools=tools, template=template))
 
     def reasons(self, notation: Notation, prompt: Prompt) -> bool:
         """Whether a prompt ends inside reasoning."""
@@ -135,7 +126,7 @@ class Front:
         if self._switch is None:
             if not thinks.enabled and self.notation.reasoning is None and "reasoning_effort" in self.template:
                 message = "the chat template of this model cannot switch reasoning off; request little of it"
-                raise ApiError(400, message, param="reasoning_effort")
+                raise invalid("reasoning_effort", message)
             return effort
         return {self._switch: thinks.enabled} | effort
 
@@ -151,7 +142,7 @@ class Front:
         if notation is None or marks is None:
             if fields.reasoning_budget is not None:
                 message = "needs a chat with a model whose chat template shows marks around reasoning; leave it out"
-                raise ApiError(400, f"reasoning_budget {message}", param="reasoning_budget")
+                raise invalid("reasoning_budget", f"reasoning_budget {message}")
             return params
         budget = 0 if thinks.enabled is False and self._switch is None else thinks.budget
         if budget is None and params.structured is None:
@@ -168,20 +159,15 @@ class Front:
         samples: int | None = None,
         notation: Notation | None = None,
     ) -> ResponseHandle:
-        """Queue all samples of all prompts, prompt by prompt.
+        """Queue all samples of all prompts, prompt by prompt; of each prompt `params.n` if `samples` is None.
 
-        Args:
-            samples: per prompt; None is `params.n`.
-            notation: its marks are shown in the texts, and its end tokens end answers; None for plain text.
-
-        Raises:
-            ApiError: the request is invalid, or there is no room.
+        The marks of `notation` are shown in the texts, and its end tokens end answers; None is for plain text.
         """
         self.check_model(fields.model)
         ids = self.service.engine.target.vocab_size
         if (wrong := next((token for token in fields.stop_token_ids or () if token >= ids), None)) is not None:
             message = f"stop_token_ids names token id {wrong}, and the model's ids end at {ids - 1}"
-            raise ApiError(400, message, param="stop_token_ids")
+            raise invalid("stop_token_ids", message)
         count = samples if samples is not None else params.n
         self.check_count(len(prompts) * count, len(prompts))
         shown = {number: token for token, number in notation.special.items()} if notation is not None else None
@@ -259,7 +245,7 @@ class Front:
             if words not in self.rules:
                 allowed = ", ".join(map(repr, self.rules)) or "none but the server's own, which need not be named"
                 message = f"speculation.rule {quoted(words)} is not allowed here; allowed is {allowed}"
-                raise ApiError(400, message, param="speculation.rule")
+                raise invalid("speculation.rule", message)
             rule = self.rules[words]
         limits = None if speculation is None else speculation.limits
         prepare = self.service.engine.prepare

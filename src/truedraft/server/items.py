@@ -7,15 +7,15 @@ one text argument, and functions in a namespace get the namespace as a prefix.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
+from pydantic_core import from_json
 
 from truedraft.server.conversations import FunctionFields, NamedFunction, called
-from truedraft.server.errors import ApiError, quoted
+from truedraft.server.errors import invalid, quoted
 from truedraft.server.fields import Items, LenientModel, SeenContent, parts_of
 from truedraft.text.calls import parsed
 
@@ -26,9 +26,6 @@ HOSTED = (
 """Prefixes of the types of tools that run at OpenAI, and of their calls and results in a conversation."""
 
 _TEXT = "input"  # name of a custom tool's one argument
-_BEGIN = re.compile(rf'\s*\{{\s*"{_TEXT}"\s*:\s*"')
-_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"  # a surrogate pair
-_WHOLE = re.compile(rf"""(?:[^"\\]|\\["\\/bfnrt]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}})*""")
 
 
 class InputMessage(LenientModel):
@@ -280,26 +277,23 @@ class Toolbox:
         for each in tool.tools if isinstance(tool, Namespace) else (tool,):
             flat = flat_name(namespace, each.name)
             if flat in self.callables:
-                raise ApiError(400, f"{place} has the name {quoted(flat)} of a tool before it; rename one", param=place)
+                raise invalid(place, f"{place} has the name {quoted(flat)} of a tool before it; rename one")
             function = each.function.model_copy(update={"name": flat})
             self.callables[flat] = Callable(function, each.name, namespace, isinstance(each, CustomTool))
 
     def use(self, choice: Choice | None) -> tuple[list[FunctionFields], str | NamedFunction | None]:
         """Functions and tool choice in the format of chats; an `ApiError` if none is allowed or an ignored one set."""
-        tools = {name: each.function for name, each in self.callables.items()}
+        tools, param = {name: each.function for name, each in self.callables.items()}, "tool_choice"
         if isinstance(choice, Hosted):
-            message = f"tool_choice asks for {choice.type}, a tool that this server has not; name a function"
-            raise ApiError(400, message, param="tool_choice")
+            raise invalid(param, f"{param} asks for {choice.type}, a tool that this server has not; name a function")
         if isinstance(choice, AllowedChoice):
             allowed = set(self._named(*(str(each.get("name")) for each in choice.tools)))
             tools = {name: tool for name, tool in tools.items() if name in allowed}
             choice = choice.mode
         if choice == "required" and not tools and self.warnings:
-            message = "tool_choice is required, and this server has none of the tools; give a function"
-            raise ApiError(400, message, param="tool_choice")
+            raise invalid(param, f"{param} is required, and this server has none of the tools; give a function")
         if isinstance(choice, NamedChoice):
-            (name, *_) = [*self._named(choice.name), choice.name]
-            return list(tools.values()), NamedFunction(name=name)
+            return list(tools.values()), NamedFunction(name=next(iter(self._named(choice.name)), choice.name))
         return list(tools.values()), choice
 
     def _named(self, *names: str) -> list[str]:
@@ -340,29 +334,24 @@ class TextReader:
 
     def __init__(self) -> None:
         self.text = ""  # so far
-        self._held = ""
-        self._inside = False
+        self._arguments = ""
 
     def push(self, arguments: str) -> str:
         """Add text of the arguments; returns the new text of the input."""
-        self._held += arguments
-        if not self._inside:
-            begin = _BEGIN.match(self._held)
-            if begin is None:
-                return ""
-            self._held, self._inside = self._held[begin.end() :], True
-        known = _WHOLE.match(self._held)
-        assert known is not None, "it matches nothing, too"
-        self._held = self._held[known.end() :]
-        new = str(json.loads(f'"{known.group()}"', strict=False))
-        self.text += new
-        return new
+        self._arguments += arguments
+        try:
+            value = from_json(self._arguments, allow_partial="trailing-strings")
+        except ValueError:
+            return ""
+        return self._told(value[_TEXT]) if isinstance(value, dict) and [*value][:1] == [_TEXT] else ""
 
     def finish(self, arguments: str) -> str:
         """The remaining text: the one text in the arguments, under any name, or the arguments if there is none."""
         value = parsed(arguments)
         texts = [each for each in value.values() if isinstance(each, str)] if isinstance(value, dict) else []
-        whole = texts[0] if len(texts) == 1 else arguments
-        new = whole[len(self.text) :] if whole.startswith(self.text) else ""
+        return self._told(texts[0] if len(texts) == 1 else arguments)
+
+    def _told(self, text: Any) -> str:
+        new = text[len(self.text) :] if isinstance(text, str) and text.startswith(self.text) else ""
         self.text += new
         return new

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import Field, Tag
+from pydantic import Field
 
 from truedraft.core.params import Structured
 from truedraft.models.multimodal import MultimodalPrompt
@@ -24,7 +24,7 @@ from truedraft.server.conversations import (
     ToolUse,
     called,
 )
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, invalid
 from truedraft.server.events import OR_STREAM, event
 from truedraft.server.fields import (
     Fields,
@@ -32,19 +32,18 @@ from truedraft.server.fields import (
     Items,
     LenientModel,
     SamplingFields,
+    TextOr,
     TextPart,
     Texts,
     Thinking,
     parts_of,
-    text_or_parts,
 )
 from truedraft.server.front import Front
 from truedraft.server.service import ResponseHandle, StreamUpdate
 from truedraft.text.calls import parsed
 from truedraft.text.histories import says_nothing
 
-_Shown = Items[Annotated[TextPart | ImageBlock, Field(discriminator="type")]]
-Shown: TypeAlias = Annotated[Annotated[str, Tag("text")] | Annotated[_Shown, Tag("parts")], text_or_parts]
+Shown: TypeAlias = TextOr[Annotated[TextPart | ImageBlock, Field(discriminator="type")]]
 
 
 class ToolUseBlock(LenientModel):
@@ -80,14 +79,13 @@ class RedactedBlock(LenientModel):
 _Block = Annotated[
     TextPart | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock, Field(discriminator="type")
 ]
-_Blocks = Items[_Block]
 
 
 class InputMessage(LenientModel):
     """A part of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Annotated[str, Tag("text")] | Annotated[_Blocks, Tag("parts")], text_or_parts]
+    content: TextOr[_Block]
 
     @property
     def for_template(self) -> list[dict[str, Any]]:
@@ -142,9 +140,7 @@ class CountRequest(Fields):
 
     model: str | None = None
     messages: Items[InputMessage]
-    system: Annotated[Annotated[str, Tag("text")] | Annotated[Items[TextPart], Tag("parts")], text_or_parts] | None = (
-        None
-    )
+    system: TextOr[TextPart] | None = None
     tools: Items[MessageTool] | None = None
     tool_choice: MessageChoice | None = None
     output_config: OutputConfig | None = None
@@ -160,18 +156,14 @@ class CountRequest(Fields):
         return Thinking.of(getattr(self, "reasoning_budget", None), self.thinking, effort=effort)
 
     def conversation(self, front: Front) -> Conversation:
-        """What is to be answered or counted.
-
-        Raises:
-            ApiError: the required function does not exist, or an answer cannot begin with a call.
-        """
+        """What is to be answered or counted."""
         front.check_model(self.model)
         use = self._use(front)
         messages = [each for message in self.messages for each in message.for_template]
         if messages and says_nothing(messages[-1]):  # the answer would continue an empty message
             messages.pop()
         if not messages:
-            raise ApiError(400, "messages is empty; give at least one that says something", param="messages")
+            raise invalid("messages", "messages is empty; give at least one that says something")
         if self.system:
             messages.insert(0, {"role": "system", "content": parts_of(self.system)})
         warnings = [
@@ -188,20 +180,18 @@ class CountRequest(Fields):
         return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
     def _use(self, front: Front) -> ToolUse:
-        tools, given = self.tools or (), self.tool_choice
-        choice: str | NamedFunction | None = None
-        if given is not None:
-            choice = NamedFunction(name=given.name or "") if given.type == "tool" else given.type
-            choice = "required" if choice == "any" else choice
+        tools, given, param = self.tools or (), self.tool_choice or MessageChoice(type="auto"), "tool_choice"
+        choice: str | NamedFunction = "required" if given.type == "any" else given.type
+        if given.type == "tool":
+            choice = NamedFunction(name=given.name or "")
             hosted = {tool.name: tool.type or tool.name for tool in tools if tool.input_schema is None}
-            if given.type == "tool" and given.name in hosted:
-                message = f"tool_choice asks for {hosted[given.name]}, a tool that this server has not; name a function"
-                raise ApiError(400, message, param="tool_choice")
+            if (asked := hosted.get(choice.name)) is not None:
+                raise invalid(param, f"{param} asks for {asked}, a tool that this server has not; name a function")
         functions = [tool.function for tool in tools if tool.input_schema is not None]
-        use = ToolUse.of(functions, choice, given is None or not given.disable_parallel_tool_use, front.notation)
+        use = ToolUse.of(functions, choice, not given.disable_parallel_tool_use, front.notation)
         if use.forced is not None and self._continues:
-            message = "tool_choice begins the answer with a call, and the last message is the assistant's to go on with"
-            raise ApiError(400, message, param="tool_choice")
+            message = f"{param} begins the answer with a call, and the last message is the assistant's to go on with"
+            raise invalid(param, message)
         return use
 
 
@@ -227,10 +217,10 @@ def messages_router(front: Front) -> APIRouter:
     async def messages(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer the last message of a conversation."""
         if body.samples != 1:
-            raise ApiError(400, f"a message is one answer, n must be 1, got {body.n}", param="n")
+            raise invalid("n", f"a message is one answer, n must be 1, got {body.n}")
         talk = await front.run_in_thread(http, body.conversation, front)
         answering = await talk.answers(front, body, http)
-        return await _Message(front, answering, body, talk.use, talk.warnings).reply(http, body.stream)
+        return await _Message(front, answering, body, talk).reply(http)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest, http: HttpRequest) -> dict[str, int]:
@@ -244,8 +234,8 @@ def messages_router(front: Front) -> APIRouter:
 class _Message(View):
     kind = "msg"
 
-    def __init__(self, front: Front, answering: ResponseHandle, body: MessagesRequest, *about: Any) -> None:
-        super().__init__(front, answering, body, *about)
+    def __init__(self, front: Front, answering: ResponseHandle, body: MessagesRequest, talk: Conversation) -> None:
+        super().__init__(front, answering, body, talk)
         self._segments = Segments(front)
         self._head: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant"}
         self._head |= {"model": self.model, "warnings": self.warnings}

@@ -157,8 +157,7 @@ class Metrics(Collector):
         meaning = "Tokens that prefixes are kept by, and how many such blocks there is room for."
         yield self._gauge("cache_config_info", meaning, 1.0, _VLLM, blocks)
         yield self._gauge("kv_cache_bytes", "Bytes of keys and values, of target and drafters.", engine.cache_bytes)
-        speedup = self._speedup_now()
-        if speedup is not None:
+        if (speedup := self._speedup_now()) is not None:
             yield self._gauge("speedup", "Estimated factor over plain decoding, of the last steps.", speedup.factor)
         since = time.monotonic() - _RECENT_S
         recent = [(when, record) for when, record in list(self._recent) if when >= since]
@@ -217,14 +216,7 @@ class Metrics(Collector):
 
 
 class Spans:
-    """Sends a span for every finished answer to an OpenTelemetry collector; called in the event loop.
-
-    Args:
-        endpoint: accepts OTLP over HTTP, as http://127.0.0.1:4318/v1/traces.
-
-    Raises:
-        MissingExtraError: OpenTelemetry is not installed.
-    """
+    """Sends a span for every finished answer to a collector (OTLP over HTTP); called in the event loop."""
 
     def __init__(self, model: str, endpoint: str, exporter: Any = None) -> None:
         try:

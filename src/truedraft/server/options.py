@@ -100,11 +100,7 @@ class ReplicaOptions:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """The minimum and maximum number of replicas; None for one server without Ray.
-
-        Raises:
-            OptionError: the option is not a range of whole numbers from 1 on, or has no effect.
-        """
+        """The minimum and maximum number of replicas; None for one server without Ray."""
         if not self.ray:
             given = next((each.name for each in fields(self) if getattr(self, each.name) != each.default), None)
             if given is not None:
@@ -122,11 +118,7 @@ class ReplicaOptions:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to an address.
-
-    Raises:
-        OptionError: there is no such host or address, or it is in use.
-    """
+    """A socket bound to an address; an `OptionError` if there is none such, or it is in use."""
     if port > _LAST_PORT:
         raise OptionError(f"must be at most {_LAST_PORT}, got {port}", field="port")
     try:

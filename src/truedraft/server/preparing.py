@@ -18,22 +18,18 @@ from truedraft.core.params import Structured
 from truedraft.errors import PromptError, TruedraftError
 from truedraft.models.base import LanguageModel
 from truedraft.models.multimodal import MultimodalPrompt, Picture, Processor, read_picture
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, invalid
 from truedraft.text.forms import Forms, Prepared
 from truedraft.text.histories import first_taken
 from truedraft.text.trial import Trial
 
 _Value = TypeVar("_Value")
 
-MOST_PICTURES = 16
-"""Limit of pictures per request."""
-MOST_PIXELS = 2**23
-"""Limit of pixels per request, as in a picture of 3,840 x 2,160; a small file can decode to any number."""
-MOST_READ = 16
-"""Limit of requests with pictures that are processed or wait for it."""
-
+MOST_PICTURES = 16  # per request
+MOST_PIXELS = 2**23  # per request, as in a picture of 3,840 x 2,160; a small file can decode to any number
+MOST_READ = 16  # requests with pictures that are processed or wait for it
+_READ_IN_S = 5  # the Retry-After of requests above that
 _SHOWN = 40
-_READ_IN_S = 5  # the Retry-After of requests above the limit
 
 
 def seconds_left(deadline: float | None) -> float | None:
@@ -59,11 +55,7 @@ class FormQueue:
     async def prepared(self, structured: Structured, deadline: float | None, owner: Hashable = None) -> Prepared | None:
         """Prepare a form, cached for its `owner` while the result is referenced; None if requests are to be refused.
 
-        Cancelling this stops the work.
-
-        Raises:
-            ApiError: it took longer than the deadline (by `time.monotonic`), or the server is being stopped.
-            TruedraftError: the form cannot be prepared.
+        Cancelling this stops the work. An `ApiError` after the deadline, or if the server is being stopped.
         """
         forms = self._forms
         if forms is None or (found := forms.found(structured, owner)):
@@ -120,15 +112,10 @@ class PictureReader:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], urls: Sequence[str], *, param: str, **how: Any
     ) -> MultimodalPrompt:
-        """A conversation as a prompt, with the pictures of `urls` in order, by `Processor.chat` with `how`.
-
-        Raises:
-            ApiError: the pictures cannot be used, the template refuses the messages, or too many requests wait.
-            OptionError: see `Processor.chat`.
-        """
+        """A conversation as a prompt, with the pictures of `urls` in order, by `Processor.chat` with `how`."""
         processor = self._processor
         if isinstance(processor, str):
-            raise ApiError(400, processor, param=param, code="invalid_value")
+            raise invalid(param, processor, "invalid_value")
         if not self._places.acquire(blocking=False):
             message = f"pictures of {MOST_READ} requests are being read already; ask again in {_READ_IN_S} s"
             raise ApiError(429, message, retry_s=_READ_IN_S)
@@ -142,19 +129,13 @@ class PictureReader:
         try:
             return await asyncio.wrap_future(reading)
         except PromptError as error:
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+            raise invalid(param, str(error), "invalid_value") from error
 
 
 def read_pictures(urls: Sequence[str], param: str) -> list[Picture]:
-    """The pictures of a request, in order. Slow: do not call it in the event loop.
-
-    Raises:
-        ApiError: one is not a data URL, or there are too many.
-        PromptError: one is not a picture, or they are too large.
-        MissingExtraError: Pillow is not installed.
-    """
+    """The pictures of a request, in order. Slow: do not call it in the event loop."""
     if len(urls) > MOST_PICTURES:
-        raise ApiError(400, f"{param} holds {len(urls)} pictures, of at most {MOST_PICTURES}", param=param)
+        raise invalid(param, f"{param} holds {len(urls)} pictures, of at most {MOST_PICTURES}")
     left = MOST_PIXELS
     found: list[Picture] = []
     for number, url in enumerate(urls, start=1):
@@ -169,8 +150,8 @@ def _content(url: str, param: str) -> bytes:
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
         shown = url if len(url) <= _SHOWN else f"{url[:_SHOWN]}..."
         message = "a picture must be a data URL, data:image/png;base64,..., for this server fetches nothing, got"
-        raise ApiError(400, f"{message} {shown!r}", param=param, code="invalid_image_url")
+        raise invalid(param, f"{message} {shown!r}", "invalid_image_url")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ApiError(400, f"a picture is no base64 ({error})", param=param, code="invalid_image_url") from error
+        raise invalid(param, f"a picture is no base64 ({error})", "invalid_image_url") from error

@@ -16,21 +16,11 @@ from pydantic import Field
 from truedraft.server.answers import Segment, Segments, View
 from truedraft.server.bodies import BodyRoute
 from truedraft.server.conversations import Conversation, ToolUse
-from truedraft.server.errors import ApiError
+from truedraft.server.errors import ApiError, invalid
 from truedraft.server.events import OR_STREAM, event
 from truedraft.server.fields import Fields, Items, SamplingFields, Thinking, checked_logprobs, json_form
 from truedraft.server.front import Front, new_id
-from truedraft.server.items import (
-    Callable,
-    Choice,
-    Input,
-    InputMessage,
-    Item,
-    TextReader,
-    Tool,
-    Toolbox,
-    messages_of,
-)
+from truedraft.server.items import Callable, Choice, Input, InputMessage, Item, TextReader, Tool, Toolbox, messages_of
 from truedraft.server.service import Ending, ResponseHandle, StreamUpdate
 
 _Event: TypeAlias = tuple[str, dict[str, Any]]
@@ -108,16 +98,15 @@ class ResponseRequest(SamplingFields):
             first = "\n\n".join([self.instructions, *texts])
             messages[: len(texts)] = [{"role": "system", "content": first}] if first else []
         if not messages:
-            raise ApiError(400, "input is empty; give at least one message", param="input")
+            raise invalid("input", "input is empty; give at least one message")
         given = None if self.text is None else self.text.format
-        form = None if given is None or given.type == "text" else json_form(given.type, given.schema_)
         requested = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
         return Conversation(
             messages,
             use,
             self.thinks,
             param="input",
-            form=form,
+            form=None if given is None else json_form(given.type, given.schema_),
             max_tokens=self.max_output_tokens,
             logprobs=checked_logprobs("top_logprobs", self.top_logprobs or 0) if requested else None,
             warnings=toolbox.warnings,
@@ -134,12 +123,12 @@ def responses_router(front: Front) -> APIRouter:
         front.check_model(body.model)
         if body.previous_response_id is not None:
             message = "this server stores no responses; send the whole conversation as input"
-            raise ApiError(400, message, param="previous_response_id")
+            raise invalid("previous_response_id", message)
         if body.samples != 1:
-            raise ApiError(400, f"a response is one answer, n must be 1, got {body.n}", param="n")
+            raise invalid("n", f"a response is one answer, n must be 1, got {body.n}")
         toolbox, talk = await front.run_in_thread(http, read, body)
         answering = await talk.answers(front, body, http)
-        return await _Response(front, answering, body, talk, toolbox).reply(http, body.stream)
+        return await _Response(front, answering, body, talk, toolbox).reply(http)
 
     def read(body: ResponseRequest) -> tuple[Toolbox, Conversation]:
         toolbox = Toolbox.of(body.tools or (), body.items)
@@ -218,7 +207,7 @@ class _Response(View):
     def __init__(
         self, front: Front, answering: ResponseHandle, body: ResponseRequest, talk: Conversation, toolbox: Toolbox
     ) -> None:
-        super().__init__(front, answering, body, talk.use, talk.warnings)
+        super().__init__(front, answering, body, talk)
         self._body = body
         self._callables = toolbox.callables
         self._created = time.time()

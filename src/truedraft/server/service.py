@@ -31,7 +31,6 @@ _log = logging.getLogger("truedraft.server")
 
 _LONGEST_WAIT_S = 60
 _IDLE_S = 10.0  # without a request, after which buffers are released to the system
-_RECENT = 0.9  # weight of the old value in exponential moving averages
 _FOLLOWUP_SHARE = 0.05  # of the last step's time: the longest wait for requests that follow its answers
 _MOST_FOLLOWUP_S = 0.02
 _LEAST_FOLLOWING = 0.25  # share of these waits that must yield a request
@@ -45,17 +44,7 @@ Ending: TypeAlias = Literal["stop", "length", "calls"]
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """One sample of an HTTP request, from the queue to its last token.
-
-    Attributes:
-        reader: parses the text; None for plain text.
-        waits: whether the request is in the service's queue and not in the engine.
-        accepted: entry `i` counts the drafts with `i` accepted tokens.
-        began_s: when the engine first received it, by `time.monotonic`; 0 before.
-        turn: its number among all admissions to the engine, at the latest one; 0 before the first.
-        held_steps: decoding steps since it was last admitted.
-        forced_tokens: indices in the answer of tokens that a grammar forced, for traces.
-    """
+    """One sample of an HTTP request, from the queue to its last token."""
 
     request: Request
     client: Client
@@ -63,21 +52,20 @@ class Stream:
     answering: ResponseHandle
     decisions: Decisions
     shows_steps: bool = False
-    reader: AnswerReader | None = None
-    waits: bool = True
-    accepted: list[int] = field(default_factory=list)
+    reader: AnswerReader | None = None  # parses the text; None for plain text
+    waits: bool = True  # in the service's queue and not in the engine
+    accepted: list[int] = field(default_factory=list)  # entry `i` counts the drafts with `i` accepted tokens
     answer: Answer | None = None
     last_item: StepItem | None = None
-    began_s: float = 0.0
-    turn: int = 0
-    held_steps: int = 0
+    began_s: float = 0.0  # when the engine first received it, by `time.monotonic`; 0 before
+    turn: int = 0  # number among all admissions to the engine, at the latest one; 0 before the first
+    held_steps: int = 0  # decoding steps since it was last admitted
     shown_tokens: int = 0
-    forced_tokens: set[int] = field(default_factory=set)
+    forced_tokens: set[int] = field(default_factory=set)  # indices of tokens that a grammar forced, for traces
 
     def count(self, record: StepRecord) -> None:
         """Count a finished step of the engine; called in the engine thread."""
-        number = record.numbers.get(self.request.id)
-        if number is None:
+        if (number := record.numbers.get(self.request.id)) is None:
             return
         self.decisions(record)
         step = record.requests[number]
@@ -94,9 +82,8 @@ class Stream:
         """The whole output of a finished sample, parsed, without its steps."""
         answer = self.answer
         assert answer is not None
-        return StreamUpdate(
-            self, [Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])], []
-        ).parsed()
+        piece = Piece(answer.text or "", answer.token_ids, [], answer, answer.logprobs or [])
+        return StreamUpdate(self, [piece], []).parsed()
 
 
 @dataclass(eq=False, slots=True)
@@ -155,11 +142,9 @@ class StreamUpdate:
 
 
 class ResponseHandle:
-    """The samples of one HTTP request and their output, which is read once.
+    """The samples of one HTTP request and their output, which is read once, until `deadline` by `time.monotonic`.
 
-    Args:
-        deadline: by `time.monotonic`; None is no limit.
-        names: the client's names of fields, by the library's, where they differ.
+    `names` has the client's names of fields, by the library's, where they differ.
     """
 
     def __init__(self, service: Service, deadline: float | None = None, names: Mapping[str, str] | None = None) -> None:
@@ -175,11 +160,9 @@ class ResponseHandle:
         self, requests: Sequence[Request], client: Client, *, shows_steps: bool = False, late: bool = False
     ) -> None:
         """Queue the requests, as `Service.open` does, with its errors."""
-        forward_s = self._service.forward_s
-        self.streams = [
-            Stream(each, client, number, self, Decisions(forward_s, each.id), shows_steps)
-            for number, each in enumerate(requests)
-        ]
+        for number, each in enumerate(requests):
+            decisions = Decisions(self._service.forward_s, each.id)
+            self.streams.append(Stream(each, client, number, self, decisions, shows_steps))
         self._service.open(self.streams, late=late)
 
     def take(self, update: StreamUpdate) -> None:
@@ -193,11 +176,7 @@ class ResponseHandle:
         self._there.set()
 
     async def news(self) -> AsyncIterator[StreamUpdate]:
-        """New output until all samples are finished; a slow reader gets several steps at once.
-
-        Raises:
-            ApiError: a sample failed, the deadline has passed, or the server is being stopped.
-        """
+        """New output until all samples are finished, or an `ApiError`; a slow reader gets several steps at once."""
         left = len(self.streams)
         try:
             while left:
@@ -252,16 +231,14 @@ class Service:
     request waits again and later continues exactly where it was. The choice is made between steps, and all noise after
     it is new, so the distribution of answers does not depend on it.
 
+    `listeners` are called in the event loop with every finished stream.
+
     Args:
         engine: only this service may step it.
         max_waiting_bytes: limit of what waiting requests hold in addition to their tokens, such as pixels.
         forward_s: V of the target, for estimated speedups.
         shown_names: names that clients see, by the internal names that errors may hold.
         hung_after_s: seconds after which a step counts as hung (see `trouble`).
-
-    Attributes:
-        forms: prepares the grammars of structured answers.
-        listeners: each is called in the event loop with every finished stream.
     """
 
     def __init__(
@@ -357,14 +334,9 @@ class Service:
             self._leave(client, count)
 
     def open(self, streams: Sequence[Stream], *, late: bool = False) -> None:
-        """Queue the samples of one HTTP request, all or none.
+        """Queue the samples of one HTTP request, all or none; an `ApiError` if there is no room for them.
 
-        Args:
-            late: the samples had reserved places, and are accepted while the server drains.
-
-        Raises:
-            ApiError: the queue is full or holds too many bytes, the client has too many open requests, or the server is
-                being stopped.
+        Samples that had reserved places come `late`, and are accepted while the server drains.
         """
         client = streams[0].client
         with self._guard:
@@ -431,11 +403,9 @@ class Service:
 
     def _leave(self, client: Client, count: int) -> None:
         """Decrease a client's number of open requests; the caller holds the guard."""
-        left = self._open.get(client, 0) - count
-        if left > 0:
-            self._open[client] = left
-        else:
-            self._open.pop(client, None)
+        self._open[client] = self._open.get(client, 0) - count
+        if self._open[client] <= 0:
+            del self._open[client]
             if not self._waiting.get(client):
                 self._waiting.pop(client, None)
 
@@ -496,7 +466,7 @@ class Service:
         while self.waiting < ended and not self._stopped and (left := end - time.monotonic()) > 0.0:
             self._work.wait(left)
             self._work.clear()
-        self._following = _RECENT * self._following + (1.0 - _RECENT) * min(self.waiting / ended, 1.0)
+        self._following = _averaged(self._following, min(self.waiting / ended, 1.0))
 
     def _admit(self) -> None:
         self._make_room()
@@ -560,23 +530,18 @@ class Service:
     def _hand_over(self) -> int:
         """Pass the pieces of the last step to the event loop, in one call; returns the number of finished answers."""
         handed: list[StreamUpdate] = []
-        over: list[Stream] = []
         for stream in self._running:
-            request = stream.request
-            pieces: list[Piece] = []
-            while request.pieces:  # a cancelling thread may append the last one at the same time
-                pieces.append(request.pieces.pop(0))
-            steps: list[StepItem] = []
-            last = request.last_step
+            new = StreamUpdate(stream, [], [])
+            while stream.request.pieces:  # a cancelling thread may append the last one at the same time
+                new.pieces.append(stream.request.pieces.pop(0))
+            last = stream.request.last_step
             if stream.shows_steps and last is not None and last is not stream.last_item:
                 stream.last_item = last
-                steps.append(last)
-            if not pieces and not steps:
-                continue
-            handed.append(StreamUpdate(stream, pieces, steps))
-            if (answer := handed[-1].answer) is not None:
-                stream.answer = answer
-                over.append(stream)
+                new.steps.append(last)
+            if new.pieces or new.steps:
+                handed.append(new)
+                stream.answer = new.answer
+        over = [each.stream for each in handed if each.answer is not None]
         if over:
             with self._guard:
                 self._running = [stream for stream in self._running if stream.answer is None]
@@ -585,7 +550,7 @@ class Service:
             if any(stream.request.error is not None for stream in over):
                 self._look_at_device()
             for stream in over:
-                self._mean_s = _RECENT * self._mean_s + (1.0 - _RECENT) * (time.monotonic() - stream.began_s)
+                self._mean_s = _averaged(self._mean_s, time.monotonic() - stream.began_s)
         if handed and self._loop is not None:
             self._loop.call_soon_threadsafe(self._take, handed)
         return len(over)
@@ -602,6 +567,11 @@ class Service:
         for stream in streams:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(stream.answering.fail, error)
+
+
+def _averaged(mean: float, new: float) -> float:
+    """An exponential moving average with a new value."""
+    return 0.9 * mean + 0.1 * new
 
 
 def _input_bytes(streams: Iterable[Stream]) -> int:

@@ -8,7 +8,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,23 +34,15 @@ from truedraft.verification.specs import rule_from_spec
 
 _log = logging.getLogger("truedraft.server")
 
-BACKLOG = 16
-"""Connections accepted in one turn of the event loop."""
-
-_RESERVED = 6 * BACKLOG
-"""File descriptors reserved for connections accepted before others are closed, and for files."""
-_DESCRIPTORS = Path("/proc/self/fd"), Path("/dev/fd")
-"""Folders with an entry for each open file descriptor."""
+BACKLOG = 16  # connections accepted in one turn of the event loop
+_RESERVED = 6 * BACKLOG  # file descriptors for connections accepted before others are closed, and for files
+_DESCRIPTORS = Path("/proc/self/fd"), Path("/dev/fd")  # folders with an entry for each open file descriptor
 _LEAST, _MOST = 8, 65_536
 _LOG_EVERY_S = 1.0
-_WARM_PROMPT, _WARM_TOKENS = 48, 16
-"""Tokens of the warm-up's prompt and of each answer."""
-_LOG_PROGRESS_S = 5.0
-"""Seconds between log lines of the warm-up's progress."""
-_ENDING_S = 5
-"""Seconds for sending the rest of answers after open requests were aborted."""
-_LOOK_S = 0.05
-"""Seconds between checks for open requests during shutdown."""
+_WARM_PROMPT, _WARM_TOKENS = 48, 16  # tokens of the warm-up's prompt and of each answer
+_LOG_PROGRESS_S = 5.0  # between log lines of the warm-up's progress
+_ENDING_S = 5  # for sending the rest of answers after open requests were aborted
+_LOOK_S = 0.05  # between checks for open requests during shutdown
 
 
 def application(engine: Engine, options: ServerOptions, name: str) -> tuple[FastAPI, Service]:
@@ -65,7 +57,12 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
         TruedraftError: the target failed while it was measured.
     """
     names = options.served_model_name or (_without_folder(name),)
-    _check(engine, names)
+    if engine.entropy is not None:
+        message = "fixes the noise of requests, which clients could then predict, and is for tests; serve an engine"
+        raise OptionError(f"{message} without it", field="entropy")
+    if twice := set(names) & set(engine.target.adapters):
+        message = f"has the name {min(twice)!r}, which the model is served by; give it another"
+        raise OptionError(message, field="adapters")
     hosts = Hosts(options.host, options.allowed_host)
     read_bytes("max_body_bytes", options.max_body_bytes)  # the gate reads it later, at the first request
     service = Service(
@@ -86,15 +83,6 @@ def application(engine: Engine, options: ServerOptions, name: str) -> tuple[Fast
     keys = ApiKeys({}) if options.api_key_file is None else ApiKeys.read(options.api_key_file)
     metrics = Metrics(service, names[0], options.price_per_hour)
     return build_app(Front(service, names, rules, options, template), metrics, keys, hosts), service
-
-
-def _check(engine: Engine, names: Sequence[str]) -> None:
-    if engine.entropy is not None:
-        message = "fixes the noise of requests, which clients could then predict, and is for tests; serve an engine"
-        raise OptionError(f"{message} without it", field="entropy")
-    if twice := set(names) & set(engine.target.adapters):
-        message = f"has the name {min(twice)!r}, which the model is served by; give it another"
-        raise OptionError(message, field="adapters")
 
 
 def _without_folder(name: str) -> str:
@@ -118,11 +106,7 @@ def _read(field: str, path: Path) -> str:
 
 
 def check_options(options: ServerOptions) -> None:
-    """Check the options as far as possible before a model is loaded.
-
-    Raises:
-        OptionError: a file cannot be read, an option cannot be used, or the address is in use.
-    """
+    """Check the options as far as possible before a model is loaded; an `OptionError` if one cannot be used."""
     if options.api_key_file is not None:
         ApiKeys.read(options.api_key_file)
     if options.chat_template is not None:
@@ -265,11 +249,7 @@ class _Server(uvicorn.Server):
 
 
 def most_connections(requested: int | None) -> int:
-    """The limit of open connections: the requested one, or what the limit of open files leaves.
-
-    Raises:
-        OptionError: the limit of open files is too low.
-    """
+    """The limit of open connections: the requested one, or what the limit of open files leaves."""
     try:
         import resource
 

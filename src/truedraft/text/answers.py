@@ -21,18 +21,12 @@ class ChannelReader:
     Other output in place of a header is text, and so is a call with arguments that are not a JSON object. If `tools` is
     empty, or no further call is allowed, a call is reasoning. Calls that a grammar has `formed` are streamed as they
     arrive, truncated ones too; others are returned when complete.
-
-    Attributes:
-        reasoned: number of characters of the reasoning at the beginning of the answer, marks included.
     """
 
     def __init__(self, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
-        self._tools = tools
-        self._parallel = parallel
-        self._calls = calls
-        self._formed = formed
+        self._tools, self._parallel, self._calls, self._formed = tools, parallel, calls, formed
         self._raw: list[str] = []  # of a call, with its header
-        self.reasoned = 0
+        self.reasoned = 0  # characters of the reasoning at the beginning of the answer, marks included
         self._pushed = 0
         self._held = ""
         self._kind: type[str] | type[Reasoning] | None = None  # of the message; None in a header, and in a call
@@ -100,11 +94,11 @@ class ChannelReader:
         return end >= 0
 
     def _end_call(self, call: Call, found: list[str | Reasoning | CallDelta]) -> None:
-        if not self._formed and not isinstance(parsed(call.arguments), dict):
-            self._seen.add(str)
-            found.append("".join(self._raw))
-            return
         if not self._formed:
+            if not isinstance(parsed(call.arguments), dict):
+                self._seen.add(str)
+                found.append("".join(self._raw))
+                return
             number = len(self._calls)
             found += [CallDelta(number, call, True, ""), CallDelta(number, call, False, call.arguments)]
         self._calls.append(call)
@@ -113,15 +107,12 @@ class ChannelReader:
 class AnswerReader:
     """Splits a streamed answer into text, reasoning and calls. The result does not depend on how the text is chunked.
 
-    Reasoning is the text between its marks at the beginning of an answer. Whitespace around it is dropped.
+    Reasoning is the text between its marks at the beginning of an answer. Whitespace around it is dropped. Without
+    `tools` no calls are parsed; `calls` has those parsed to their end or to the end of the answer.
 
     Args:
-        tools: functions that may be called; if empty, no calls are parsed.
         reasoning_open: whether the prompt ends inside reasoning.
         calls_only: whether a form allows no text, so that what looks like text is a truncated call.
-
-    Attributes:
-        calls: those parsed to their end or to the end of the answer.
     """
 
     def __init__(

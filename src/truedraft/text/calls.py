@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -54,26 +55,19 @@ class CallDelta:
     arguments: str
 
 
-class CallText:
-    """Incremental parser of one call: the text after its opening mark; or of the arguments of a call by name.
+class CallText(ABC):
+    """Incremental parser of one call: the text after its opening mark; or of the arguments of a call by name."""
 
-    Attributes:
-        fails: whether the text cannot be parsed.
-        value: JSON text of the arguments so far.
-        rest: the text after the call; None while it is open.
-        broken: index from which the text is parsed again if it is not a call.
-    """
-
-    fails = False
+    fails = False  # whether the text cannot be parsed
     name: str | None = None
     id: str | None = None
-    value = ""
+    value = ""  # JSON text of the arguments so far
     begun = True
-    rest: str | None = None
-    broken = 0
+    rest: str | None = None  # the text after the call; None while it is open
+    broken = 0  # index from which the text is parsed again if it is not a call
 
-    def push(self, more: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def push(self, more: str) -> None: ...
 
 
 class CallsReader:
@@ -82,22 +76,14 @@ class CallsReader:
     Text that may begin a call is held back until this is decided. Text that looks like a call and is none remains text,
     as does a call with arguments that are not a JSON object or that end with the answer; the search for calls continues
     after it. Whitespace before, between and after calls is dropped if no other text precedes it. Whitespace inside
-    marks may be missing or longer.
-
-    Args:
-        notation: of the model; if its calls have no opening mark, they are at the beginning of the answer.
-        formed: whether a grammar constrains the calls. If so, they are streamed as they arrive, truncated ones too;
-            otherwise each is returned when complete.
+    marks may be missing or longer. Calls without an opening mark are at the beginning of the answer. Calls that a
+    grammar has `formed` are streamed as they arrive, truncated ones too; others are returned when complete.
     """
 
     def __init__(self, notation: Notation, tools: Schemas, parallel: bool, calls: list[Call], formed: bool) -> None:
-        self._calls = calls
-        self._formed = formed
-        self._notation = notation
-        self._tools = tools
-        self._begin, self._opening, self._closing, self._end = (
-            words_of(text) for text in (notation.begin, notation.opening, notation.closing, notation.end)
-        )
+        self._notation, self._tools, self._calls, self._formed = notation, tools, calls, formed
+        marks = notation.begin, notation.opening, notation.closing, notation.end
+        self._begin, self._opening, self._closing, self._end = map(words_of, marks)
         self._bare = notation.bare
         self._most = None if parallel else 1
         self._step: Callable[[list[str | CallDelta], bool], bool] = self._read_text
@@ -116,9 +102,9 @@ class CallsReader:
         """Parse the next text; returns plain text and call deltas, in order."""
         self._held += text
         found: list[str | CallDelta] = []
-        continues = bool(self._held) or last
-        while continues:
-            continues = self._step(found, last)
+        if self._held or last:
+            while self._step(found, last):
+                pass
         if last and not self._wrote and not self._calls and self._space:
             found.append(self._space)
         return found
@@ -213,14 +199,12 @@ class CallsReader:
             self._call = Call(body.id or self._notation.new_id(), str(body.name))
             self._space = self._marks = ""
             found.append(CallDelta(index, self._call, True, ""))
-        call = self._call
-        new = known[len(call.arguments) :]
-        if new:
-            call.arguments += new
-            found.append(CallDelta(index, call, False, new))
+        if new := known[len(self._call.arguments) :]:
+            self._call.arguments += new
+            found.append(CallDelta(index, self._call, False, new))
         if body.rest is None and not last:
             return False
-        self._calls.append(call)
+        self._calls.append(self._call)
         self._call = None
         self._held, self._left, self._step = body.rest or "", self._closing, self._read_closing
         return True
@@ -256,9 +240,7 @@ class CallsReader:
         return bool(self._held)
 
 
-_LONGEST_LITERAL = 1 << 14
-"""Most characters of a value in Python's notation; longer ones are text."""
-
+_LONGEST_LITERAL = 1 << 14  # characters of a value in Python's notation; longer ones are text
 _STRING = {"string"}
 _SPACE = " \t\r\n"
 _LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
@@ -410,11 +392,8 @@ class ParametersText(CallText):
 
     Strings are verbatim and streamed as they arrive; other values are JSON. A value without its closing mark ends where
     the next key or the closing of the call follows as the notation writes it (on a new line, if the notation does so).
-    If the next call follows there, this one is none.
-
-    Args:
-        marks: before a key, between it and its value, and after the value.
-        opening: the marks that begin the next call, and the one after its name.
+    If the next call follows there, this one is none. `marks` are before a key, between it and its value, and after the
+    value; `opening` has the marks that begin the next call, and the one after its name.
     """
 
     def __init__(
@@ -507,19 +486,18 @@ class ParametersText(CallText):
 
 def _json_of(text: str, types: frozenset[str]) -> str:
     """A value in JSON, or in Python's notation as some templates show it; anything else is a string."""
-    stripped, may_be_text = text.strip(), not types or "string" in types
+    stripped, may_be_text, quoted = text.strip(), not types or "string" in types, json.dumps(text, ensure_ascii=False)
     try:
-        kind, shown = type_of(json.loads(stripped, parse_constant=int)), stripped  # int refuses NaN and infinities
+        kind = type_of(json.loads(stripped, parse_constant=int))  # int refuses NaN and infinities
     except (ValueError, RecursionError):
         if may_be_text:
-            return json.dumps(text, ensure_ascii=False)
+            return quoted
         try:
-            value = ast.literal_eval(stripped[:_LONGEST_LITERAL])
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return json.dumps(ast.literal_eval(stripped[:_LONGEST_LITERAL]), ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
+            return quoted
     fits = not types or kind in types or (kind == "integer" and "number" in types)
-    return json.dumps(text, ensure_ascii=False) if may_be_text and (kind == "string" or not fits) else shown
+    return quoted if may_be_text and (kind == "string" or not fits) else stripped
 
 
 def parsed(text: str) -> Any:

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from truedraft.errors import PromptError
 
 _Value = TypeVar("_Value")
+# Roles in which tokens that decode to text (`<tool_call>`, `<think>`) stay tokens, because the operator or the model
+# wrote them. Special tokens are text in these roles too.
 _TRUSTED_MARKS = frozenset(("system", "developer", "assistant"))
-"""Roles in which tokens that decode to text (`<tool_call>`, `<think>`) stay tokens, because the operator or the model
-wrote them. Special tokens are text in these roles too."""
 _MARKS = range(0xE000, 0xF900)  # the private use area, of which two unused characters are taken
 _SECRET_CHARACTERS, _LARGE_AREA = 8, range(0x100000, 0x10FFFE)  # 2^128 names
 _MARK = re.compile(r"[^\w\s▁]")  # no words, numbers and whitespace, because templates write them as text
@@ -62,10 +62,7 @@ class ControlTokens:
         ]
 
     def literal_ids(self, text: str) -> list[int]:
-        """Encode a part of a text, with control tokens in it as text.
-
-        Raises PromptError: it spells one, and this tokenizer cannot keep that as text; or it has a lone surrogate.
-        """
+        """Encode a part of a text, with control tokens in it as text; a `PromptError` if that cannot be done."""
         refuse_half_characters(text)
         token = self._all.first(text)
         if not token:
@@ -75,15 +72,9 @@ class ControlTokens:
         return ids_of(self._copy, text)
 
     def marked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any],
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> MarkedChat | None:
-        """A chat with marks around the control tokens that its texts spell; None if they spell none.
-
-        Raises PromptError: it contains all characters that could be marks.
-        """
+        """A chat with marks around the control tokens that its texts spell; None if they spell none."""
         finders = [self._special if each.get("role") in _TRUSTED_MARKS else self._all for each in messages]
         texts: list[tuple[str, str, _Finder]] = []  # place, text, and its finder
         for place, (message, finder) in enumerate(zip(messages, finders, strict=True)):
@@ -123,10 +114,7 @@ class ControlTokens:
         )
 
     def ids(self, rendered: str, chat: MarkedChat, refuse: Callable[[str], None]) -> list[int]:
-        """Encode the rendered text of a marked chat; `refuse` is called with the text, and raises if it is too long.
-
-        Raises PromptError: this tokenizer cannot keep the typed tokens as text.
-        """
+        """Encode the rendered text of a marked chat; `refuse` is called with the text, and raises if it is too long."""
         place, token = chat.found
         refused = f"{place} spells {token!r}, a control token of {self._name!r}, "
         if not getattr(self._backend, "is_fast", False):

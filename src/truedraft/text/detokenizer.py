@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 """The replacement for bytes that make no character."""
 
-# Tokens kept as context for later ones. The text of a token depends on what is before it in two ways only:
-# a decoder may drop a space at the very beginning (one token of context is enough to know), and bytes may join to
-# characters. Of a cut stream of UTF-8 at most 3 bytes are misread and the last character has at most 4, so that
-# 7 bytes, hence 8 tokens, are enough to read everything that follows as in the whole stream.
+# Tokens kept as context for later ones, because a decoder may drop a space at the very beginning, and bytes may join to
+# characters. Of a cut stream of UTF-8 at most 3 bytes are misread and the last character has at most 4: 7 bytes.
 _CONTEXT = 8
 
 

@@ -30,17 +30,11 @@ from truedraft.text.tokenizer import Tokenizer
 from truedraft.text.trial import Trial
 
 MOST_CHARACTERS = 1 << 16
+# Parser items for one mask, about a tenth of a second in which other requests wait. Schemas of 60 fields of three
+# possible types each take 2,000.
 _MOST_ITEMS = 10_000
-"""Limit of parser items for one mask, which is about a tenth of a second.
-
-Ambiguous grammars take more with each token, while other requests wait. Schemas of 60 fields of three possible types
-each take 2,000.
-"""
+# To prepare a form (a choice of 4,000 words takes 50,000), to compute a mask (30 ms), and what answers add (15 MB).
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
-"""The library's limits for preparing a form, for computing a mask, and for what answers add to a form.
-
-A choice of 4,000 words takes 50,000 of the first. The second is some 30 ms, the third about 15 MB.
-"""
 _EXCEEDED = {
     "Too many items": "the items that one token may take (step_max_items)",
     "Current row": "the items of one place (max_items_in_row)",
@@ -52,28 +46,18 @@ _EXCEEDED = {
     "schema too large": "the size of a schema with all its combinations",
 }
 """Parts of the library's error messages about limits, and the limit that each means."""
-_MOST_BYTES = 256 << 20
-"""Limit of bytes of all forms: those of open requests, and those cached for later requests."""
-_MOST_OF_ONE = 128 << 20
-"""Limit of bytes of one owner's forms."""
-_BYTES_A_CHARACTER = 400
-"""Bytes of a form per byte of its grammar; up to 300 were measured, with schemas of 1,500 properties."""
-_BYTES_A_MULTIPLE = 1_000
-"""Bytes of a form per remainder that it distinguishes; 700 were measured."""
-_QUICK_CHARACTERS = 1 << 15
-_QUICK_MULTIPLES = 10_000
-_QUICK_RULES = 300
+_MOST_BYTES = 256 << 20  # of all forms: those of open requests, and those cached for later requests
+_MOST_OF_ONE = 128 << 20  # bytes of one owner's forms
+_BYTES_A_CHARACTER = 400  # of a grammar; up to 300 were measured, with schemas of 1,500 properties
+_BYTES_A_MULTIPLE = 1_000  # per remainder that a form distinguishes; 700 were measured
+_QUICK_CHARACTERS, _QUICK_MULTIPLES, _QUICK_RULES = 1 << 15, 10_000, 300
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9.]+)')
 _MEETING = ('"allOf"', '"anyOf"', '"oneOf"', "$ref", "patternProperties")
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
-_MADE_IN_A_STEP_S = 0.3
-"""CPU seconds that making a form again may take while other requests wait."""
-_AHEAD = 256
-"""Bytes of forced text that are looked ahead."""
-_KNOWN_BY = 4
-"""Length in bytes of the prefix by which forced text seen before is recognized."""
-_MOST_MASKS = 256
-"""Masks of one request that are cached until its text grows."""
+_MADE_IN_A_STEP_S = 0.3  # CPU seconds that making a form again may take while other requests wait
+_AHEAD = 256  # bytes of forced text that are looked ahead
+_KNOWN_BY = 4  # bytes of the prefix by which forced text seen before is recognized
+_MOST_MASKS = 256  # of one request, cached until its text grows
 
 _Key: TypeAlias = tuple[Hashable, Structured]
 """The owner of a form, and the form."""
@@ -121,17 +105,10 @@ class Forms:
     def start(
         self, structured: Structured, tokens: Sequence[int], prompt_tokens: int, owner: Hashable = None
     ) -> FormState:
-        """Return the form of one answer, at its beginning.
+        """Return the form of one answer, at its beginning; an `OptionError` if it cannot be had.
 
-        Args:
-            tokens: prompt and answer so far; the caller owns this list and appends to it.
-            prompt_tokens: number of leading tokens that are the prompt.
-            owner: forms are shared only within one owner, because the time until a form is ready reveals earlier
-                requests.
-
-        Raises:
-            OptionError: it is no schema, expression or grammar, or too large.
-            MissingExtraError: llguidance is not installed.
+        `tokens` are prompt and answer so far; the caller appends to this list. Forms are shared only within one owner,
+        because the time until a form is ready reveals earlier requests.
         """
         prepared = self.found(structured, owner) or self.prepare(structured, owner)
         anew = partial(self._anew, (owner, structured))
@@ -145,10 +122,7 @@ class Forms:
             return prepared
 
     def prepare(self, structured: Structured, owner: Hashable = None) -> Prepared:
-        """Make a form that does not exist yet, which may take seconds; raises as `start`.
-
-        Raises FormMemoryError: the forms of open requests leave no room for it.
-        """
+        """Make a form that does not exist yet, which may take seconds; raises as `make`."""
         return self.make(structured, *self.grammar(structured), Trial(), owner)
 
     def grammar(self, structured: Structured) -> tuple[str, bool]:
@@ -170,10 +144,8 @@ class Forms:
     ) -> Prepared:
         """Compile a form. One that may exceed the library's limits is first tried in another process, by `trial`.
 
-        Raises:
-            OptionError: the library rejects it, or it exceeds a limit.
-            FormMemoryError: the forms of open requests leave no room for it.
-            CancelledError: the trial was cancelled, which another thread may do.
+        An `OptionError` if the library rejects it, a `FormMemoryError` if the forms of open requests leave no room, a
+        `CancelledError` if another thread cancelled the trial.
         """
         held = (1 << 20) + _BYTES_A_CHARACTER * len(grammar) + _BYTES_A_MULTIPLE * _multiples(grammar)
         if not is_quick:
@@ -274,14 +246,10 @@ class FormState:
     ) -> None:
         self._prepared = prepared  # a reference, because the form's memory counts while a state of it exists
         self._matcher = prepared.matcher.deep_copy()
-        self._anew = anew
-        self._is_anew = False
-        self._prompt_tokens = prompt_tokens
-        self._guide = guide
-        self._eos_id = eos_id
-        self._vocab = guide.vocab_size
+        self._anew, self._is_anew = anew, False
+        self._guide, self._eos_id, self._vocab = guide, eos_id, guide.vocab_size
         self._mask_bytes = -(-self._vocab // 8)
-        self._tokens = tokens
+        self._tokens, self._prompt_tokens = tokens, prompt_tokens
         self._read = prompt_tokens  # number of `tokens` that the matcher has consumed
         self._masks: dict[tuple[int, ...], bytes] = {}  # one bit per id
         self._last: tuple[tuple[int, ...], Any] = (), None  # the last path, and a copy of the matcher there

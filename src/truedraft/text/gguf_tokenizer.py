@@ -35,16 +35,13 @@ _NAMED = {  # transformers' name of a token, and the file's
 class Split:
     """How text is split into the pieces within which tokens merge.
 
-    Attributes:
-        patterns: regular expressions in Oniguruma's notation, each applied to the pieces of those before it; its
-            matches and the text between them are pieces.
-        whole_first: a piece that is a token stays one, whatever merges would make of it.
-        adds_bos: whether a text begins with the begin-of-text token if the file does not say.
+    The regular expressions are in Oniguruma's notation, each applied to the pieces of those before it; its matches and
+    the text between them are pieces.
     """
 
     patterns: tuple[str, ...]
-    whole_first: bool = False
-    adds_bos: bool = False
+    whole_first: bool = False  # a piece that is a token stays one, whatever merges would make of it
+    adds_bos: bool = False  # whether a text begins with the begin-of-text token if the file does not say
 
 
 _ENDINGS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"  # of English words: 's, 't, 're, ...
@@ -171,10 +168,7 @@ class _Vocabulary:
 
 
 def read_tokenizer(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a file, by its fields `tokenizer.*`; None for kinds that transformers builds (Gemma's, T5's).
-
-    Raises ModelError: the fields are inconsistent; UnsupportedModelError: its rule is unknown.
-    """
+    """The tokenizer of a file, by its fields `tokenizer.*`; None for kinds that transformers builds (Gemma's, T5's)."""
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in said.items()}
     kind = fields.get("model")
     if kind not in ("gpt2", "llama"):
@@ -274,20 +268,18 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _frame(built: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    special_tokens = (("bos_token", adds_bos, True), ("eos_token", False, False))
-    first, last, tokens = "", "", []
-    for name, by_default, leads in special_tokens:
-        flag = f"add_{name}"
+    marks, tokens = {"bos_token": "", "eos_token": ""}, []
+    for name, by_default, mark in (("bos_token", adds_bos, "{}:0 "), ("eos_token", False, " {}:0")):
+        flag, token = f"add_{name}", vocabulary.named.get(name)
         if not vocabulary.said.get(flag, by_default):
             continue
-        token = vocabulary.named.get(name)
-        if token is None:
-            if flag in vocabulary.said:
-                raise ModelError(f"{vocabulary.path!r} says {flag} and names no such token; fetch it again")
-            continue
-        tokens.append((token, vocabulary.tokens.index(token)))
-        first, last = (f"{token}:0 ", last) if leads else (first, f" {token}:0")
+        if token is not None:
+            tokens.append((token, vocabulary.tokens.index(token)))
+            marks[name] = mark.format(token)
+        elif flag in vocabulary.said:
+            raise ModelError(f"{vocabulary.path!r} says {flag} and names no such token; fetch it again")
     if tokens:
+        first, last = marks.values()
         built.post_processor = processors.TemplateProcessing(
             single=f"{first}$A:0{last}", pair=f"{first}$A:0 $B:1{last}", special_tokens=tokens
         )

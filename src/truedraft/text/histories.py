@@ -31,79 +31,54 @@ _SHORT = 9  # characters of ids, as Mistral's templates require
 
 @dataclass(frozen=True, slots=True)
 class HistoryForm:
-    """What a template requires of messages with calls, and of tools.
+    """What a template requires of messages with calls, and of tools."""
 
-    Attributes:
-        text_arguments: arguments as JSON text; otherwise as an object.
-        null_content: null for missing content; otherwise an empty text.
-        short_ids: ids of nine letters and digits.
-        one_call: one call per message, each followed by its result.
-        whole_tools: a description and parameters for each tool, even if empty.
-        calls_as_text: calls in the text of their message, because the template drops them.
-        results_as_user: results in a user message, because the template accepts no tool messages.
-    """
-
-    text_arguments: bool = False
-    null_content: bool = False
-    short_ids: bool = False
-    one_call: bool = False
-    whole_tools: bool = False
-    calls_as_text: bool = False
-    results_as_user: bool = False
+    text_arguments: bool = False  # arguments as JSON text; otherwise as an object
+    null_content: bool = False  # null for missing content; otherwise an empty text
+    short_ids: bool = False  # of nine letters and digits
+    one_call: bool = False  # per message, each followed by its result
+    whole_tools: bool = False  # a description and parameters for each tool, even if empty
+    calls_as_text: bool = False  # in the text of their message, because the template drops them
+    results_as_user: bool = False  # in a user message, because the template accepts no tool messages
 
     @classmethod
     def of(cls, render: Render) -> HistoryForm:
         """The form that a template accepts; the plain one if it accepts none."""
 
-        question = {"role": "user", "content": "question"}
-
-        def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        def rendered(*turns: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = _WHOLE_TOOLS) -> str:
             try:
-                return render(messages, tools)
+                return render([{"role": "user", "content": "question"}, *turns], tools)
             except PromptError:
                 return ""
 
         def shown(arguments: Any, content: Any, identity: str = _SHORT_ID, calls: int = 1) -> str:
-            numbered = [(f"called_{number}", identity[:-1] + str(number)) for number in range(calls)]
-            records = [
-                {"id": each, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, each in numbered
-            ]
-            results = [
-                {"role": "tool", "name": name, "tool_call_id": each, "content": "result"} for name, each in numbered
-            ]
-            turn = {"role": "assistant", "content": content, "tool_calls": records}
-            return rendered([question, turn, *results], _WHOLE_TOOLS)
+            records, results = list[Any](), list[Any]()
+            for number in range(calls):
+                name, each = f"called_{number}", identity[:-1] + str(number)
+                records.append({"id": each, "type": "function", "function": {"name": name, "arguments": arguments}})
+                results.append({"role": "tool", "name": name, "tool_call_id": each, "content": "result"})
+            return rendered({"role": "assistant", "content": content, "tool_calls": records}, *results)
 
         def is_whole(text: str, arguments: Any) -> bool:
             expected = "value" if arguments is _ARGUMENTS else _ARGUMENTS_TEXT
             known = "called_0" in text and expected in text
             return known and "{'probe'" not in text and text.count("None") <= none
 
-        none = rendered([question], _WHOLE_TOOLS).count("None")
-        whole = not rendered([question], _BARE_TOOLS) and bool(rendered([question], _WHOLE_TOOLS))
-        found = next(
-            (
-                (arguments, content)
-                for content, arguments in itertools.product(("", None), (_ARGUMENTS, _ARGUMENTS_TEXT))
-                if is_whole(shown(arguments, content), arguments)
-            ),
-            None,
-        )
-        if found is None:
-            said = {"role": "assistant", "content": "said"}
-            result = {"role": "tool", "name": "probe", "tool_call_id": _SHORT_ID, "content": "result"}
-            separate = "result" in rendered([question, said, result], _WHOLE_TOOLS)
-            return cls(whole_tools=whole, calls_as_text=True, results_as_user=not separate)
-        arguments, content = found
-        null = shown(arguments, None)
-        return cls(
-            text_arguments=arguments is _ARGUMENTS_TEXT,
-            null_content=is_whole(null, arguments) and null != shown(arguments, ""),
-            short_ids=not shown(arguments, content, _LONG_ID),
-            one_call="called_1" not in shown(arguments, content, calls=2),
-            whole_tools=whole,
-        )
+        none = rendered().count("None")
+        whole = not rendered(tools=_BARE_TOOLS) and bool(rendered())
+        for content, arguments in itertools.product(("", None), (_ARGUMENTS, _ARGUMENTS_TEXT)):
+            if is_whole(shown(arguments, content), arguments):
+                null = shown(arguments, None)
+                return cls(
+                    text_arguments=arguments is _ARGUMENTS_TEXT,
+                    null_content=is_whole(null, arguments) and null != shown(arguments, ""),
+                    short_ids=not shown(arguments, content, _LONG_ID),
+                    one_call="called_1" not in shown(arguments, content, calls=2),
+                    whole_tools=whole,
+                )
+        result = {"role": "tool", "name": "probe", "tool_call_id": _SHORT_ID, "content": "result"}
+        separate = "result" in rendered({"role": "assistant", "content": "said"}, result)
+        return cls(whole_tools=whole, calls_as_text=True, results_as_user=not separate)
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         added: Mapping[str, Any] = {"description": "", "parameters": _NO_PARAMETERS} if self.whole_tools else {}
@@ -201,10 +176,7 @@ def _one_by_one(messages: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def first_taken(messages: Sequence[Mapping[str, Any]], read: Callable[[Sequence[Mapping[str, Any]]], _Read]) -> _Read:
-    """Read the messages, or the first simpler form of them that the template accepts.
-
-    Raises PromptError: the template rejects all; the error of the original messages.
-    """
+    """Read the messages, or the first simpler form of them that the template accepts; else raise the first error."""
     refused: PromptError | None = None
     for form in itertools.chain([messages], plainer(messages)):
         try:

@@ -69,10 +69,7 @@ class Infilling:
         )
 
     def prompt(self, before: str, after: str) -> list[int]:
-        """Prompt ids for the text between `before` and `after`.
-
-        Raises PromptError: a text spells a token that this tokenizer cannot keep as text.
-        """
+        """Prompt ids for the text between `before` and `after`."""
         first = self.tokenizer.backend.bos_token_id
         begun = [first] if first is not None and self.tokenizer.encode("")[:1] == [first] else []
         head = [self.prefix, *self.control.literal_ids(before)]

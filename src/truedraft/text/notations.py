@@ -13,15 +13,7 @@ from truedraft.core.params import Structured
 from truedraft.errors import OptionError
 from truedraft.text.calls import CallText, NamedText, ParametersText, RecordText, Schemas, new_call_id, words_of
 from truedraft.text.forms import MOST_CHARACTERS
-from truedraft.text.schemas import (
-    moved,
-    options_of,
-    parts_of,
-    referred_in,
-    self_contained,
-    types_of,
-    values_of,
-)
+from truedraft.text.schemas import moved, options_of, parts_of, referred_in, self_contained, types_of, values_of
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _EXAMPLE: Mapping[str, Any] = {"ARGUMENT": "VALUE"}
@@ -55,14 +47,8 @@ class Record:
         properties: dict[str, Any] = {"name": {"const": name}, self.arguments: arguments}
         if notation.id_pattern:
             properties["id"] = {"type": "string", "pattern": f"^{notation.id_pattern}$"}
-        record = {
-            **top,
-            "x-guidance": layout,
-            "type": "object",
-            "properties": properties,
-            "required": list(properties),
-            "additionalProperties": False,
-        }
+        record = {**top, "x-guidance": layout, "type": "object", "properties": properties}
+        record |= {"required": list(properties), "additionalProperties": False}
         yield f"{rule}: {notation.literal(notation.opening)} {rule}_record {notation.literal(notation.closing)}"
         yield f"{_about(name)} {place}"
         yield f"{rule}_record: %json {json.dumps(record, ensure_ascii=False)}"
@@ -175,38 +161,26 @@ def _json_rule(rule: str, schema: Any, root: Mapping[str, Any], layout: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How calls are written: `begin opening NAME between ARGUMENTS closing separator opening ... end`.
-
-    Attributes:
-        shown: texts that a chat template of this notation contains, all of them.
-        between: between name and arguments, if the name comes first; `{id}` is the id of the call.
-        also: further pairs of opening and between that models write.
-        ends: special tokens that end a turn, in addition to those in the model's settings.
-        id_pattern: regular expression of the id in a call; "" for notations without ids.
-        call_id: format of the id returned with a result, from the call's `name` and `id`.
-        new_id: makes an id if the model wrote none.
-        leads: alternative texts that a model writes before plain text.
-        special: tokens in the marks that are matched as a whole, and their ids.
-    """
+    """How calls are written: `begin opening NAME between ARGUMENTS closing separator opening ... end`."""
 
     name: str
-    shown: tuple[str, ...]
+    shown: tuple[str, ...]  # texts that a chat template of this notation contains, all of them
     body: Body
     begin: str = ""
     opening: str = ""
-    between: str = ""
+    between: str = ""  # between name and arguments, if the name comes first; `{id}` is the id of the call
     closing: str = ""
     separator: str = ""
     end: str = ""
-    also: tuple[tuple[str, str], ...] = ()
-    ends: tuple[str, ...] = ()
-    id_pattern: str = ""
-    call_id: str = "{id}"
-    new_id: Callable[[], str] = new_call_id
+    also: tuple[tuple[str, str], ...] = ()  # further pairs of opening and between that models write
+    ends: tuple[str, ...] = ()  # special tokens that end a turn, in addition to those in the model's settings
+    id_pattern: str = ""  # regular expression of the id in a call; "" for notations without ids
+    call_id: str = "{id}"  # format of the id returned with a result, from the call's `name` and `id`
+    new_id: Callable[[], str] = new_call_id  # makes an id if the model wrote none
     channels: bool = False
-    leads: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()  # alternative texts that a model writes before plain text
     reasoning: ReasoningMarks | None = None
-    special: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int] = field(default_factory=dict)  # ids of tokens in the marks that are matched as a whole
 
     @property
     def bare(self) -> bool:

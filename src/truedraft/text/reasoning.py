@@ -43,10 +43,8 @@ class ReasonedForm:
     Worked example: with marks `<t>` and `</t>`, a budget of 2 and the choice `yes`, answers are `yes`, `<t></t>yes` and
     `<t>a b</t>yes`; after the path `<t>`, `a`, ` b` the mask allows only the first token of `</t>`.
 
-    Args:
-        start: makes the form of the text after the reasoning, over a growing list of tokens; None for no form.
-        tokens: prompt and answer so far; the caller owns this list and appends to it.
-        prompt_tokens: number of leading tokens that are the prompt.
+    `start` makes the form of the text after the reasoning, over a growing list of tokens; None is for no form. The
+    caller appends to `tokens`, which are prompt and answer so far.
     """
 
     def __init__(
@@ -59,12 +57,9 @@ class ReasonedForm:
         tokens: Sequence[int],
         prompt_tokens: int,
     ) -> None:
-        self._span = span
-        self._tokenizer = tokenizer
-        self._vocab = vocab_size
+        self._span, self._tokenizer, self._vocab = span, tokenizer, vocab_size
         self._ends = frozenset(ends)
-        self._tokens = tokens
-        self._read = prompt_tokens
+        self._tokens, self._read = tokens, prompt_tokens
         self._text = lru_cache(_TEXTS)(tokenizer.token_text)
         self._closing = tokenizer.plain_ids(span.closing)
         self._place = _Place("inside" if span.inside else "before")

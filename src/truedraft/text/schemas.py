@@ -25,43 +25,33 @@ _DEEPEST = 8
 _MOST_PAIRS = 10_000
 _MOST_PLACES = 10_000
 _MOST_WORK = 10_000_000
+_MOST_OPTIONS = 1000  # schemas visited to find the types of one argument, because each may refer to all
+# Tokens of a Lark grammar: strings, expressions, comments, and the directive before a schema.
 _SCHEMA = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//(?P<comment>[^\n]*)|(?P<json>%json\s*)')
-"""Tokens of a Lark grammar: strings, expressions, comments, and the directive before a schema."""
-
+_DEFINITIONS = ("$defs", "definitions")
+# About a whole document: they move to the top of a schema that includes this one.
+_OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Default JSON layout: on one line, as Python's json.dumps writes it.
 
 If whitespace were allowed anywhere, small models would write it endlessly, and little of an answer would be forced.
 """
-_DEFINITIONS = ("$defs", "definitions")
-OF_THE_DOCUMENT = (*_DEFINITIONS, "$schema", "$id")
-"""Keywords about a whole document, which move to the top of a schema that includes this one."""
-
-_MOST_OPTIONS = 1000
-"""Limit of schemas visited to find the types of one argument, because each may refer to all."""
-
-_Place = tuple[str, ...]
 
 
-def simplified(schema: Any) -> Any:
-    """An equivalent schema without keywords that llguidance rejects needlessly.
+def simplified(schema: Any, exclusions: _Exclusions | None = None) -> Any:
+    """An equivalent schema without keywords that llguidance rejects needlessly; a `ValueError` for a malformed one.
 
     Unknown formats are annotations. `oneOf` with exclusive branches becomes `anyOf`; any other is kept, because an
-    answer that matches two branches is wrong.
-
-    Raises ValueError: something is no text or no object where a schema must have one.
+    answer that matches two branches is wrong. `exclusions` are those of the whole schema.
     """
-    return _simplified(schema, _Exclusions(schema))
-
-
-def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if not isinstance(schema, dict):
         return schema
+    known = _Exclusions(schema) if exclusions is None else exclusions
     for key, kind in _KINDS.items():
         if not isinstance(schema.get(key, kind()), kind):
             raise ValueError(f"{key} must be {'a text' if kind is str else 'an object'}, got {schema[key]!r}")
     said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    found = with_parts(said, lambda part: _simplified(part, exclusions))
+    found = with_parts(said, lambda part: simplified(part, known))
     form = found.get("format")
     if isinstance(form, str) and not _supports_format(form):
         del found["format"]
@@ -70,7 +60,7 @@ def _simplified(schema: Any, exclusions: _Exclusions) -> Any:
     if found.get("uniqueItems") is False or holds_one:
         found.pop("uniqueItems", None)
     options = found.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in found and exclusions.of(options):
+    if isinstance(options, list) and "anyOf" not in found and known.of(options):
         found = {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
     _name_properties(found)
     return _without_not(found)
@@ -89,7 +79,7 @@ def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str
     return found
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             yield from (((key, name), part) for name, part in value.items())
@@ -162,7 +152,7 @@ class _Exclusions:
 
     def of(self, options: list[Any]) -> bool:
         """Whether it is certain that no value matches two of these schemas."""
-        options = [_resolved(each, self._root, self._targets) for each in options]
+        options = [self._resolved(each) for each in options]
         known = [self._values(each) if isinstance(each, dict) else None for each in options]
         values = {number: found for number, found in enumerate(known) if found is not None}
         rest, distinct = options, list[Any]()
@@ -175,26 +165,40 @@ class _Exclusions:
             for other in chain(rest[number + 1 :], distinct)
         )
 
+    def _resolved(self, schema: Any) -> Any:
+        """The target of a schema that is only a reference, otherwise the schema."""
+        for _ in range(_DEEPEST):
+            if not isinstance(schema, dict) or _says(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
+                return schema
+            name = schema["$ref"]
+            if name not in self._targets:
+                self._targets[name] = referred(name, self._root)
+            schema = self._targets[name]
+        return None
+
     def _values(self, schema: dict[str, Any]) -> set[str] | None:
+        """The only values that can match, as text; None if these are not listed, or contain lists or objects."""
         if id(schema) not in self._known:
-            self._known[id(schema)] = (schema, _values(schema))
+            given, found = values_of(schema), None
+            if given is not None and all(each is None or isinstance(each, str | int | float) for each in given):
+                whole = (int(each) if isinstance(each, float) and each.is_integer() else each for each in given)
+                found = set(map(json.dumps, whole))
+            self._known[id(schema)] = (schema, found)
         return self._known[id(schema)][1]
 
     def _disjoint(self, one: Any, other: Any, depth: int) -> bool:
         self._left -= 1
-        one, other = (_resolved(each, self._root, self._targets) for each in (one, other))
+        one, other = self._resolved(one), self._resolved(other)
         if not depth or self._left < 0 or not isinstance(one, dict) or not isinstance(other, dict):
             return False
-        values, pair = (self._values(one), self._values(other)), (id(one), id(other))
+        pair = id(one), id(other)
         if pair not in self._found:
             self._found[pair] = False
-            self._found[pair] = self._differ(one, other, values, depth)
+            self._found[pair] = self._differ(one, other, depth)
         return self._found[pair]
 
-    def _differ(
-        self, one: dict[str, Any], other: dict[str, Any], values: tuple[set[str] | None, set[str] | None], depth: int
-    ) -> bool:
-        kinds = _types(one), _types(other)
+    def _differ(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
+        kinds, values = (_types(one), _types(other)), (self._values(one), self._values(other))
         if kinds[0] and kinds[1] and not (_widened(kinds[0]) & _widened(kinds[1])):
             return True
         if values[0] is not None and values[1] is not None:
@@ -212,27 +216,6 @@ class _Exclusions:
 
 def _widened(types: set[str]) -> set[str]:
     return types - {"integer"} | ({"number"} if "integer" in types else set())
-
-
-def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The only values that can match, as text; None if these are not listed, or contain lists or objects."""
-    given = values_of(schema)
-    if given is None or not all(each is None or isinstance(each, str | int | float) for each in given):
-        return None
-    return {json.dumps(int(each) if isinstance(each, float) and each.is_integer() else each) for each in given}
-
-
-def _resolved(schema: Any, root: Any, targets: dict[str, Any] | None = None) -> Any:
-    """The target of a schema that is only a reference, otherwise the schema; `targets` caches results."""
-    targets = {} if targets is None else targets
-    for _ in range(_DEEPEST):
-        if not isinstance(schema, dict) or _says(schema) != {"$ref"} or not isinstance(schema["$ref"], str):
-            return schema
-        name = schema["$ref"]
-        if name not in targets:
-            targets[name] = referred(name, root)
-        schema = targets[name]
-    return None
 
 
 def path_of(reference: str) -> list[str] | None:
@@ -295,10 +278,7 @@ def problem_of(schema: Any) -> str:
 
 
 def unheld(schema: Any) -> str:
-    """Why no form can enforce a valid schema; "" if a form can, or if the schema is invalid.
-
-    Raises ImportError: jsonschema-rs is not installed.
-    """
+    """Why no form can enforce a valid schema; "" if a form can, or if the schema is invalid."""
     try:
         _validator(schema)
         return problem_of(simplified(schema))
@@ -309,9 +289,7 @@ def unheld(schema: Any) -> str:
 def misfit(schema: Any, value: Any) -> str:
     """How a JSON value violates a schema; "" if it does not. Nothing is fetched, and expressions take linear time.
 
-    Raises:
-        ValueError: the schema cannot be checked, or not in reasonable time; says why.
-        ImportError: jsonschema-rs is not installed.
+    A `ValueError` says why a schema cannot be checked, or not in reasonable time.
     """
     if _places(schema) * len(json.dumps(value)) > _MOST_WORK:
         raise ValueError("the schema leads to itself, or is too large")
@@ -368,8 +346,7 @@ def _in_words(problem: str) -> str:
 
 def map_schemas(grammar: str, change: Callable[[Any, str], Any]) -> str:
     """A Lark grammar with every schema changed; `change` gets the schema and the comment before it, or ""."""
-    found, place, comment = list[str](), 0, ""
-    kept = 0
+    found, place, kept, comment = list[str](), 0, 0, ""
     while match := _SCHEMA.search(grammar, place):
         place = match.end()
         if match["comment"] is not None:
@@ -436,7 +413,7 @@ def type_of(value: Any) -> str:
 
 def referred_in(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     """The document keywords of `root` for a part of it, with only those definitions that the part refers to."""
-    top = {key: root[key] for key in OF_THE_DOCUMENT if key in root}
+    top = {key: root[key] for key in _OF_THE_DOCUMENT if key in root}
     found = {key: value for key, value in top.items() if key not in _DEFINITIONS}
     waiting: list[Any] = [schema]
     while waiting:
@@ -483,7 +460,7 @@ def self_contained(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Split a schema into document keywords, the rest, and the layout."""
     rest = dict(schema)
-    top, given = {key: rest.pop(key) for key in OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
+    top, given = {key: rest.pop(key) for key in _OF_THE_DOCUMENT if key in rest}, rest.pop("x-guidance", None)
     return top, rest, {**JSON_LAYOUT, **(given if isinstance(given, Mapping) else {})}
 
 

@@ -21,28 +21,25 @@ from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-MOST_STEPS = 10_000_000
-"""Limit of steps: nodes of a template, entries of lists, and hundreds of characters, plus 10 for each count."""
-MOST_CHARACTERS = 1 << 27
-"""Limit of characters of all texts that a template makes."""
+MOST_STEPS = 10_000_000  # nodes of a template, entries of lists, and hundreds of characters, plus 10 for each count
+MOST_CHARACTERS = 1 << 27  # of all texts that a template makes
 _MOST_AT_ONCE = 1 << 24
 _MOST_BITS = 1 << 17  # of an integer
 _MOST_SOURCE = 1 << 21  # characters of a template
 _SPENT: ContextVar[list[int] | None] = ContextVar("spent", default=None)
 _STEP, _MADE, _READ, _CUT, _JOINED, _PASSED = "~step", "~made", "~read", "~cut", "~joined", "~passed"
+# Filters that iterate over a list without reading inside its entries (others read everything inside), that compare
+# entries and write no text, and that process each character in Python, or by many expressions; tests that compare.
 _OF_ENTRIES = {
     *("length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr"),
     *("batch", "slice", "reverse", "items", "sum", "random", "attr", "default", "d"),
 }
-"""Filters that iterate over a list without reading inside its entries; others read everything inside."""
 _ORDERING = ("sort", "dictsort", "unique", "groupby", "min", "max")
-"""Filters that compare entries and write no text."""
 _SLOW = ("urlize", "wordwrap", "pprint", "title", "wordcount", "urlencode", "striptags")
-"""Filters that process each character in Python, or by many expressions."""
-_HOLDING = (list, tuple, dict, set, frozenset, MappingView, Namespace)
 _COMPARING = frozenset(
     ["in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "le", "<=", "gt", ">", "greaterthan", "ge"]
 )
+_HOLDING = (list, tuple, dict, set, frozenset, MappingView, Namespace)
 
 
 class TooMuchError(TemplateError):

@@ -16,19 +16,16 @@ from typing import Any, TypedDict, Unpack
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError, PromptError, PromptLengthError, first_line
 from truedraft.text.control_tokens import ControlTokens, MarkedChat, refuse_half_characters, texts_in
 
-# A folder or repository with none of these has no tokenizer: prompts and answers are ids. A file outside this list
-# (a SentencePiece model under a name of its own, say) is named by tokenizer_config.json, which is in it.
+# A folder or repository with none of these has no tokenizer; tokenizer_config.json names files of other names.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = "word"  # answer of the probe that shows what a template writes after it
-_MOST_CLOSING = 2
-"""Special tokens that close a turn: more belong to a larger form, and the last of them may open a turn."""
+_MOST_CLOSING = 2  # special tokens that close a turn: more belong to a larger form, and the last may open a turn
 _WITH_NULL = "messages_with_null"
-_COMPOSED = 3
-"""Most UTF-8 bytes of a text per byte of its NFC."""
+_COMPOSED = 3  # most UTF-8 bytes of a text per byte of its NFC
 _TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply; make them flatter"
 
 
@@ -89,13 +86,8 @@ class Tokenizer:
             missing = f"the tokenizer of {name!r} needs a package that is missing: {first_line(error)}"
             raise ModelError(missing) from error
         except Exception as error:  # tokenizers raises bare Exception for a broken file
-            if not local:
-                _refuse_missing_name(name, error)
-                from huggingface_hub import try_to_load_from_cache
-
-                cached = (try_to_load_from_cache(name, file, revision=revision) for file in _TOKENIZER_FILES)
-                if not any(isinstance(file, str) for file in cached):  # otherwise its files are broken
-                    return None
+            if not local and not _is_cached(name, revision, error):
+                return None
             raise ModelError(
                 f"the tokenizer of {name!r} cannot be read ({first_line(error)}); fetch its files again, "
                 "or remove them to go on with token ids"
@@ -222,8 +214,7 @@ class Tokenizer:
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **how: Unpack[ChatOptions]) -> str:
         """The text from which `chat` makes ids; with the same arguments and errors.
 
-        Raises:
-            PromptError: messages spell a control token, which is indistinguishable from the template's own in a text.
+        Also a `PromptError` if messages spell a control token, which in a text looks like the template's own.
         """
         marked = self._marked(messages, how)
         if marked is not None:
@@ -237,9 +228,7 @@ class Tokenizer:
     ) -> str:
         """A whole conversation as the chat template writes it, up to its last answer, for training.
 
-        Control tokens spelled in messages are not distinguished from the template's own.
-
-        Raises PromptError: the model has no chat template, or its template rejects these messages.
+        Control tokens spelled in messages are not distinguished from the template's own. A `PromptError` as of `chat`.
         """
         return str(self._templated(messages, {"tools": tools}, tokenize=False, begin=False))
 
@@ -415,9 +404,9 @@ def byte_letters() -> Mapping[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-def _refuse_missing_name(name: str, error: Exception) -> None:
-    """Raise if the hub has no such name or is unreachable; transformers raises OSError for every cause."""
-    from huggingface_hub import errors
+def _is_cached(name: str, revision: str | None, error: Exception) -> bool:
+    """Whether any tokenizer file of a hub name is here; a `ModelNotFoundError` if the hub has no such name."""
+    from huggingface_hub import errors, try_to_load_from_cache
 
     missing = (
         errors.HFValidationError,
@@ -431,6 +420,7 @@ def _refuse_missing_name(name: str, error: Exception) -> None:
             f"no folder and no reachable hub model is called {name!r} ({first_line(error)}); "
             "check the name, the network, or give a local folder"
         ) from error
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
@@ -439,19 +429,14 @@ class Vocabulary:
 
     Properties that do not change the meaning of ids are left out: which token begins, ends or pads a text (a base model
     and its chat-tuned sibling differ there), templates, truncation, and how text is split before merging.
-
-    Attributes:
-        rules: in order: merges, or the scores of the pieces.
-        added: ids of the tokens that are matched as a whole before merging, special ones included.
-        byte_fallback: whether tokens such as `<0x0A>` are decoded as bytes.
     """
 
     tokens: dict[int, str]
     kind: str
-    rules: tuple[str, ...]
-    added: frozenset[int]
+    rules: tuple[str, ...]  # in order: merges, or the scores of the pieces
+    added: frozenset[int]  # matched as a whole before merging, special ones included
     special: frozenset[int]
-    byte_fallback: bool
+    byte_fallback: bool  # whether tokens such as `<0x0A>` are decoded as bytes
 
     @classmethod
     def of(cls, backend: Any) -> Vocabulary:

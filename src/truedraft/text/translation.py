@@ -25,10 +25,8 @@ from truedraft.text.tokenizer import Tokenizer, byte_letters, holds_type
 
 _BAR = "\u2581"
 _LEAST_SHARED = 64
-_KNOWN = 64
-"""Bytes of known text that are encoded before the new text."""
-_OPEN = 24
-"""Bytes at the end of a text that may be tokenized differently when more follows."""
+_KNOWN = 64  # bytes of known text that are encoded before the new text
+_OPEN = 24  # bytes at the end of a text that may be tokenized differently when more follows
 
 
 def surfaces(tokenizer: Tokenizer) -> list[bytes | None]:
@@ -62,16 +60,12 @@ def surfaces(tokenizer: Tokenizer) -> list[bytes | None]:
 class Translation:
     """How a draft reads a target's ids, and which target ids its own ids mean.
 
-    Attributes:
-        reads: for each id of the target, the draft's ids that are read instead, at least one.
-        begin: the draft's ids at the beginning of every text.
-        opens: the target's ids there, which the draft replaces by its own.
-        rounds: pairs of index tensors, ids of draft and target with the same text; no target id twice in one round.
+    `rounds` has pairs of index tensors, ids of draft and target with the same text; no target id twice in one round.
     """
 
-    reads: Sequence[tuple[int, ...]]
-    begin: tuple[int, ...]
-    opens: tuple[int, ...]
+    reads: Sequence[tuple[int, ...]]  # for each id of the target, the draft's ids that are read instead, at least one
+    begin: tuple[int, ...]  # the draft's ids at the beginning of every text
+    opens: tuple[int, ...]  # the target's ids there, which the draft replaces by its own
     rounds: Sequence[tuple[Tensor, Tensor]]
     vocab_size: int
 

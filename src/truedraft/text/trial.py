@@ -19,10 +19,8 @@ from typing import IO, Any
 
 from truedraft.errors import OptionError
 
-MOST_SECONDS = 3
-"""Limit of CPU seconds for compiling a form."""
-MOST_BYTES = 128 << 20
-"""Limit of bytes of a form."""
+MOST_SECONDS = 3  # of a CPU, for compiling a form
+MOST_BYTES = 128 << 20  # of a form
 _ROOM = 64 << 20  # bytes of addresses in addition to the form: temporary memory, and the thread's stack
 _STACK = 1 << 20  # bytes; an eighth of the stack of threads that compile forms
 _STATM = Path("/proc/self/statm")  # of Linux: pages of addresses, and of memory
@@ -46,14 +44,21 @@ class Trial:
     def run(self, tokenizer: str, grammar: str, limits: dict[str, Any], vocab_size: int, eos_id: int) -> int | str:
         """Compile a form; returns its bytes of memory, or why the library rejects it.
 
-        Raises OptionError: it exceeds a limit; CancelledError: `cancel` was called.
+        An `OptionError` if it exceeds a limit, a `CancelledError` if `cancel` was called.
         """
         most = MOST_SECONDS, MOST_BYTES
         work = json.dumps([tokenizer, grammar, limits, {"n_vocab": vocab_size, "eos_token": eos_id}, most]).encode()
         with self._guard:
             if self._cancelled:
                 raise CancelledError
-            self._process = process = self._started()
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+                start_new_session=True,
+            )
         try:
             output, _ = process.communicate(work)
         finally:
@@ -66,32 +71,19 @@ class Trial:
             raise OptionError(_ending(process.returncode), field="structured")
         found: int | str = json.loads(output)
         if isinstance(found, int) and found > MOST_BYTES:
-            raise OptionError(_too_large(), field="structured")
+            raise OptionError(_ending(-signal.SIGABRT), field="structured")
         return found
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _MAIN],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
-            start_new_session=True,
-        )
-
-
-def _too_large() -> str:
-    return f"would hold more than {MOST_BYTES >> 20} MiB; make it simpler, as by smaller multipleOf"
 
 
 def _ending(status: int) -> str:
-    if status == -getattr(signal, "SIGXCPU", 0):
-        return f"takes more than {MOST_SECONDS} s to prepare; make it simpler, as by smaller multipleOf"
-    if status == -signal.SIGSEGV:
-        return "has rules that lead to each other too deeply; make it flatter"
-    if status == -signal.SIGABRT:  # how the library ends when out of memory
-        return _too_large()
-    return f"cannot be prepared (the process that tried ended with status {status}); make it simpler"
+    """Why there is no form, by the signal that ended the process; out of memory, the library aborts."""
+    simpler = "make it simpler, as by smaller multipleOf"
+    known = {
+        -getattr(signal, "SIGXCPU", 0): f"takes more than {MOST_SECONDS} s to prepare; {simpler}",
+        -signal.SIGSEGV: "has rules that lead to each other too deeply; make it flatter",
+        -signal.SIGABRT: f"would hold more than {MOST_BYTES >> 20} MiB; {simpler}",
+    }
+    return known.get(status, f"cannot be prepared (the process that tried ended with status {status}); make it simpler")
 
 
 def main() -> None:

@@ -26,21 +26,14 @@ def predictor() -> Predictor:
 
 
 def test_rows_get_the_answers_of_the_engine_with_their_own_options(predictor: Predictor) -> None:
-    rows = {
-        "prompt": column(*TEXTS),
-        "temperature": np.array([0.0, 1.0, 1.0]),
-        "seed": np.array([0, 3, 4]),
-        "id": [7, 8, 9],
-    }
-    found = predictor(rows)
+    temperatures, seeds = np.array([0.0, 1.0, 1.0]), np.array([0, 3, 4])
+    found = predictor({"prompt": column(*TEXTS), "temperature": temperatures, "seed": seeds, "id": [7, 8, 9]})
     engine = Engine(load_model("embedded:target"))
     for row, text in enumerate(TEXTS):
-        params = SamplingParams(6, float(rows["temperature"][row]), seed=int(rows["seed"][row]))
-        alone = engine.generate(text, params)
+        alone = engine.generate(text, SamplingParams(6, float(temperatures[row]), seed=int(seeds[row])))
         assert (found["answer"][row], found["answer_ids"][row].tolist()) == (alone.text, alone.token_ids)
-    assert (
-        list(found["finish_reason"]) == ["length"] * 3 and list(found["error"]) == [""] * 3 and found["id"] == [7, 8, 9]
-    )
+    assert list(found["finish_reason"]) == ["length"] * 3 and list(found["error"]) == [""] * 3
+    assert found["id"] == [7, 8, 9]
 
 
 def test_a_row_that_fails_stays_a_row_with_its_error(predictor: Predictor) -> None:

@@ -41,14 +41,8 @@ from truedraft.server.cluster.replicas import Replica, Size, running
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 WORDS = {"model": "embedded:target", "port": 0, "no_playground": True, "drain_s": 20}
-LONG = {
-    "prompt": "import os\n",
-    "max_tokens": 1500,
-    "temperature": 0,
-    "ignore_eos": True,
-    "speculation": {"enabled": False},
-}
 SHORT = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0}
+LONG = SHORT | {"max_tokens": 1500, "ignore_eos": True, "speculation": {"enabled": False}}
 TWO = Size(cpus=1, gpus=0, least=2, most=2)
 PATIENCE_S = 300.0  # what is lost is waited for in vain; how fast a machine is must not matter
 
@@ -58,14 +52,8 @@ def _one_ray() -> Iterator[None]:
     """Two processors, little memory; ended with all that runs on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            log_to_driver=False,
-            runtime_env={"env_vars": _CALLBACK},
-        )
+        environment: dict[str, Any] = {"runtime_env": {"env_vars": _CALLBACK}, "object_store_memory": 200_000_000}
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, **environment)
         try:
             yield
         finally:
@@ -141,10 +129,8 @@ def test_who_leaves_is_no_longer_answered_and_what_is_open_is_where_replicas_end
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_told_by_its_own_error() -> None:
-    with (
-        pytest.raises(ModelNotFoundError, match="there is no folder '/no/such/folder'"),
-        served(model="/no/such/folder"),
-    ):
+    told = "there is no folder '/no/such/folder'"
+    with pytest.raises(ModelNotFoundError, match=told), served(model="/no/such/folder"):
         pass
 
 
@@ -233,16 +219,12 @@ def test_a_cluster_has_one_ray_serve(url: str) -> None:
 
 
 def test_placement_that_cannot_be_met_and_a_port_that_is_taken() -> None:
-    with (
-        pytest.raises(OptionError, match=r"asks for 3 of 1 CPU each, and this cluster has room for 2"),
-        served(Size(1, 0, 3, 3)),
+    for size, message in (
+        (Size(1, 0, 3, 3), "asks for 3 of 1 CPU each, and this cluster has room for 2"),
+        (Size(1, 1, 1, 1), "1 CPU and 1 GPU each, and this cluster has room for 0"),
     ):
-        pass
-    with (
-        pytest.raises(OptionError, match="1 CPU and 1 GPU each, and this cluster has room for 0"),
-        served(Size(1, 1, 1, 1)),
-    ):
-        pass
+        with pytest.raises(OptionError, match=message), served(size):
+            pass
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=f"{port} on 127.0.0.1 cannot be listened on"), served(port=port):

@@ -32,9 +32,6 @@ def connected() -> Iterator[Any]:
     """Connect to Ray inside the block: to the cluster of RAY_ADDRESS, to this machine's, or to a new one.
 
     A new one runs on this machine, without dashboard, and ends with the block.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
     """
     ray = ray_module()
     if ray.is_initialized():

@@ -99,12 +99,9 @@ def _columns(answers: Sequence[Answer | TruedraftError]) -> dict[str, Any]:
 def answers_on_ray(
     model: str, device: str, requests: Sequence[tuple[list[int], SamplingParams]]
 ) -> Iterator[tuple[list[int], bool]]:
-    """Answer prompts on a cluster, in order: an `Elsewhere` for training.
+    """Answer prompts on a cluster, in order: an `Elsewhere` for training; a `TrainingError` if one fails.
 
     A worker takes a GPU, or without GPUs all processors of a node; each must be able to load `model` by its name.
-
-    Raises:
-        TrainingError: an answer failed, or no worker could load the model.
     """
     rows = [{"prompt": ids, **_differing(params)} for ids, params in requests]
     with connected():

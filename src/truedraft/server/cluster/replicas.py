@@ -79,11 +79,7 @@ class Size:
 
     @classmethod
     def of(cls, replicas: tuple[int, int], threads: int | None, device: str) -> Size:
-        """From the range of replicas; without `threads`, they share the processors of one node.
-
-        Raises:
-            OptionError: the device is one that Ray cannot choose.
-        """
+        """From the range of replicas; without `threads`, they share the processors of one node."""
         least, most = replicas
         there = nodes()
         if device not in ("auto", "cpu", "cuda"):
@@ -130,12 +126,8 @@ def application(make: Make, server: ServerOptions, size: Size) -> Application:
 def running(make: Make, server: ServerOptions, size: Callable[[], Size]) -> Iterator[str]:
     """Run replicas inside the block; yields their address once all of them answer. After the block they drain and end.
 
-    Args:
-        size: is called once the cluster is connected.
-
-    Raises:
-        OptionError: the address cannot be used, there is no room, or the cluster already runs Ray Serve.
-        TruedraftError: a replica failed to start, with the replica's error.
+    `size` is called once the cluster is connected. An `OptionError` if the address cannot be used, there is no room, or
+    the cluster already runs Ray Serve; a `TruedraftError` if a replica failed to start.
     """
     with bound_socket(server.host, server.port) as free:  # released for Ray's proxy
         port = free.getsockname()[1]
