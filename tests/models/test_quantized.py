@@ -14,9 +14,8 @@ from support.pairwise import pairwise
 from support.tiny_models import VECTORS, build
 from truedraft.core.tree import chain_shape
 from truedraft.errors import OptionError, UnsupportedModelError
-from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import native_linears
+from truedraft.models.backends.native.linear import NativeLmHead, native_linears
 from truedraft.models.backends.native.memory import PER_SCALE, UNIT, Weights
 from truedraft.models.backends.sequential import SequentialBackend
 from truedraft.models.base import Segment

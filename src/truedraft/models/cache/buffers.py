@@ -112,10 +112,7 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes.
-
-        Raises CacheError: they exist, with another number or other sizes.
-        """
+        """The buffers of `calls` attention calls, to write by address until `generation` changes; or CacheError."""
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
             self._add(like, kv_heads, key_width, value_width)

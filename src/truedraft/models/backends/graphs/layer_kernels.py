@@ -45,14 +45,13 @@ def rotate_and_write(
 
     Args:
         qkv: `[rows, (heads + 2 kv_heads) * width]`, contiguous: queries, keys, values.
-        table: see `RotaryTable.table`; its rotation may be narrower than heads.
+        table: see `RotaryTable`; its rotation may be narrower than heads.
         positions: `[rows]`, int64, within the table.
         target: `[rows]`, int64: index of each row's key and value in the concatenated pages.
         keys: `[pages, page, kv_heads, width]`, contiguous; written to, and so are `values`.
         query_norm: of each query head; None if and only if `key_norm` is. Both have one eps and offset.
 
-    Returns:
-        Queries `[rows, heads, width]`.
+    Returns queries `[rows, heads, width]`.
     """
     kv_heads, width = keys.shape[2:]
     rows, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads
