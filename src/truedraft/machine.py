@@ -191,11 +191,7 @@ def run_delay_s() -> float:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that speeds depend on, with truedraft's also where it is not installed."""
-    return {
-        "truedraft": __version__,
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-    }
+    return {"truedraft": __version__, "torch": torch.__version__, "transformers": metadata.version("transformers")}
 
 
 def machine_facts() -> dict[str, Any]:

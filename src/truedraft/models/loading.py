@@ -123,13 +123,33 @@ def load_model(
     MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
     """
     log_stage(f"loading {name}")
-    name, in_codes = str(name), kv_dtype == "int8"
     if weights is not None and weights not in BITS:
         raise UnknownOptionError.nearest("weights", weights, tuple(BITS))
     if kv_dtype not in KV_DTYPES:
         raise UnknownOptionError.nearest("kv dtype", kv_dtype, KV_DTYPES)
+    in_codes = kv_dtype == "int8"
     if tensor_parallel != 1:
         _refuse_together(tensor_parallel, weights=weights, pad_to=pad_to, adapters=adapters, kv_dtype=in_codes)
+    loaded = _load(str(name), dtype, device, revision, fast_paths, pad_to, adapter, adapters, tensor_parallel)
+    if weights is not None:
+        loaded.quantize(BITS[weights])
+    if in_codes:
+        loaded.quantize_cache()
+    return_freed_memory()
+    return loaded
+
+
+def _load(
+    name: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    revision: str | None,
+    fast_paths: bool,
+    pad_to: str | None,
+    adapter: str | Path | None,
+    adapters: Mapping[str, str | Path] | None,
+    tensor_parallel: int,
+) -> HuggingFaceModel:
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
     if pad_to is not None:
@@ -157,28 +177,22 @@ def load_model(
         backend = packed_backend(loras, fast_paths)
     with quiet_transformers():
         if pad_to is not None:
-            model, name = pad_model(model, pad_to), padded_name(name, pad_to)
-        reason: UnsupportedModelError | None = None
+            return _checked(pad_model(model, pad_to), tokenizer, padded_name(name, pad_to), backend, checkpoint)
         try:
-            loaded = _checked(model, tokenizer, name, backend, checkpoint)
-        except UnsupportedModelError as error:
-            if loras or pad_to is not None:
+            return _checked(model, tokenizer, name, backend, checkpoint)
+        except UnsupportedModelError as reason:
+            if loras:
                 raise
-            reason = error
-        if reason is not None:
-            run = partial(run_alone, tokenizer=tokenizer, name=name, reason=reason, checkpoint=checkpoint)
-            run = partial(run, fast_paths=fast_paths)
-            if model.config.is_encoder_decoder:
-                loaded = run(model, kind=EncoderDecoderBackend)
-            else:
-                del model
-                loaded = _load_alone(lambda: read(kind).to(place), run)
-    if weights is not None:
-        loaded.quantize(BITS[weights])
-    if in_codes:
-        loaded.quantize_cache()
-    return_freed_memory()
-    return loaded
+            why = reason
+        run = partial(run_alone, tokenizer=tokenizer, name=name, reason=why, checkpoint=checkpoint)
+        if model.config.is_encoder_decoder:
+            return run(model, kind=EncoderDecoderBackend, fast_paths=fast_paths)
+        del model
+        # Read again for each attempt: a failed one may have taken the weights from their modules.
+        for backend_kind in (SequentialBackend, CopiedBackend):
+            with contextlib.suppress(UnsupportedModelError):
+                return run(read(kind).to(place), kind=backend_kind, fast_paths=fast_paths)
+        return run(read(kind).to(place), kind=WholeTextBackend, fast_paths=fast_paths)
 
 
 def _make_numbers(model: PreTrainedModel, name: str) -> None:
@@ -191,14 +205,6 @@ def _make_numbers(model: PreTrainedModel, name: str) -> None:
             *(name, dtype_name(model.dtype), in_bytes(size)),
         )
     dequantize(model)
-
-
-def _load_alone(read: Callable[[], PreTrainedModel], run: Callable[..., HuggingFaceModel]) -> HuggingFaceModel:
-    """The first way but packed by which a model runs, read again for each: a failed one may have taken its weights."""
-    for kind in (SequentialBackend, CopiedBackend):
-        with contextlib.suppress(UnsupportedModelError):
-            return run(read(), kind=kind)
-    return run(read(), kind=WholeTextBackend)
 
 
 def _emulated(
@@ -416,27 +422,20 @@ def _source_files(source: str, revision: str | None, adapter: str | Path | None)
 
 
 def read_model(
-    source: str,
+    source: str,  # from `resolve_source`
     name: str,
     dtype: torch.dtype,
     revision: str | None = None,
-    adapter: str | Path | None = None,
+    adapter: str | Path | None = None,  # folder of an adapter to merge into the weights
     *,
-    as_stored: bool = False,
-    mapped: bool = False,
+    as_stored: bool = False,  # leave matrices `quantized` if possible, unless an adapter is merged
+    mapped: bool = False,  # leave weights in their files, for callers that read each once and soon
 ) -> PreTrainedModel:
     """The model as transformers loads it, on the CPU, with exactly its weights.
 
-    Missing weights would be filled with random numbers and superfluous ones ignored, so both are refused.
-
-    Args:
-        source: from `resolve_source`.
-        adapter: folder of an adapter to merge into the weights.
-        as_stored: leave matrices `quantized` if possible, unless an adapter is merged.
-        mapped: leave weights in their files, for callers that read each once and soon.
-
-    Raises ModelNotFoundError: there is no such name; UnsupportedModelError: it is no causal language model, or
-    quantised; ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
+    Missing weights would be filled with random numbers and superfluous ones ignored, so both are refused. Raises
+    ModelNotFoundError: there is no such name; UnsupportedModelError: it is no causal language model, or quantised;
+    ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
     """
     config = load_config(source, name, revision)
     method = quantized_folder.method_of(config)

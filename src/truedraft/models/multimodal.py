@@ -216,10 +216,7 @@ class Processor:
         return self._made(text, pictures, special_tokens=True)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        pictures: Sequence[Picture],
-        **how: Unpack[ChatOptions],
+        self, messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture], **how: Unpack[ChatOptions]
     ) -> MultimodalPrompt:
         """A conversation by the model's chat template, with `pictures` of its parts of type "image", in order.
 

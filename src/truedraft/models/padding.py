@@ -79,11 +79,7 @@ def padded_size(name: str) -> PaddedSize:
 
 
 def pad_model(
-    model: PreTrainedModel,
-    size: str | PaddedSize,
-    *,
-    seed: int = 0,
-    on_layer: Callable[[int, int], None] | None = None,
+    model: PreTrainedModel, size: str | PaddedSize, *, seed: int = 0, on_layer: Callable[[int, int], None] | None = None
 ) -> LlamaForCausalLM:
     """The same function at the cost of a larger model; the model itself is not changed.
 

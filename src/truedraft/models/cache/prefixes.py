@@ -72,12 +72,7 @@ class PrefixCache:
         self._lock = threading.RLock()  # another engine of this model may request pages that are kept here
 
     def join(
-        self,
-        number: int,
-        cache: RequestCache,
-        tokens: Sequence[int],
-        scope: Hashable = None,
-        prompt: int | None = None,
+        self, number: int, cache: RequestCache, tokens: Sequence[int], scope: Hashable = None, prompt: int | None = None
     ) -> None:
         """Add a request that starts, or continues with a new cache, by a `number` until `leave`.
 

@@ -157,20 +157,13 @@ class PagedBatch:
     @classmethod
     def levels(
         cls,
-        parts: Sequence[PagedSegment],
-        patterns: Sequence[AttentionPattern],
+        parts: Sequence[PagedSegment],  # chains with equally many rows that get logits
+        patterns: Sequence[AttentionPattern],  # with `nodes` above 0, everything before the nodes must be in reach
         levels: int,
-        beams: int = 1,
-        nodes: int = 0,
+        beams: int = 1,  # new tokens of each request after the first forward; all of them get logits
+        nodes: int = 0,  # of the trees that are built, with paths known to the device only; 0 for chains
     ) -> list[PagedBatch]:
-        """Forwards in sequence, each of which chooses the tokens of the next. The caches have room for all of them.
-
-        Args:
-            parts: chains with equally many rows that get logits.
-            patterns: with `nodes` above 0, everything before the nodes must be in reach.
-            beams: new tokens of each request after the first forward; all of them get logits.
-            nodes: nodes of the trees that are built, with paths known to the device only; 0 for chains.
-        """
+        """Forwards in sequence, each of which chooses the tokens of the next. The caches have room for all of them."""
         sizes, each = _sizes(parts), len(parts[0].segment.rows)
         requests, tokens, rows, end, _ = _most(parts, sizes)
         end += (levels - 1) * beams
