@@ -37,17 +37,10 @@ class CompilerError(OSError):
 
 
 def load_compiled(source: Path, compiler: Sequence[str], defines: Sequence[str], load: Callable[[str], object]) -> None:
-    """Load a library from the cache, or compile and cache it.
+    """Load a library from the cache by `load`, called with its path, or compile and cache it.
 
-    Args:
-        source: includes headers of its own folder alone.
-        compiler: the result of `find_compiler`.
-        load: called with the library's path.
-
-    Raises:
-        CompilerError: the compiler fails.
-        OSError: it cannot be run.
-        subprocess.SubprocessError: it takes too long.
+    `source` includes headers of its own folder alone; `compiler` is the result of `find_compiler`. Raises
+    CompilerError: the compiler fails; OSError: it cannot be run; subprocess.SubprocessError: it takes too long.
     """
     key, folder = f"{source.stem}-{_key(source, compiler, defines)}", _folder()
     if _load_kept(folder, key, load):
@@ -61,8 +54,7 @@ def load_compiled(source: Path, compiler: Sequence[str], defines: Sequence[str],
 def find_compiler() -> tuple[str, ...]:
     """The compile command: of the variable CC, which may have options, as in "ccache gcc", else one that is found.
 
-    Raises:
-        CompilerError: there is none.
+    Raises CompilerError: there is none.
     """
     given = os.environ.get("CC", "").strip()
     for command in (given, *given.split()[:1]) if given else _COMPILERS:

@@ -21,11 +21,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_N
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """The device of an option; "auto" is CUDA where available.
-
-    Raises:
-        OptionError: no such device, or none on this machine.
-    """
+    """The device of an option; "auto" is CUDA where available. OptionError: no such device, or none on this machine."""
     name = str(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,10 +37,8 @@ def pick_device(name: str | torch.device) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of an option; "auto" is bfloat16 where the device computes in it, else float32.
-
-    Raises:
-        UnknownOptionError: no such dtype.
+    """The dtype of an option; "auto" is bfloat16 where the device computes in it, else float32. UnknownOptionError if
+    none.
     """
     name = str(name).removeprefix("torch.")
     if name == "auto":
@@ -197,11 +191,7 @@ def run_delay_s() -> float:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that speeds depend on, with truedraft's also where it is not installed."""
-    return {
-        "truedraft": __version__,
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-    }
+    return {"truedraft": __version__, "torch": torch.__version__, "transformers": metadata.version("transformers")}
 
 
 def machine_facts() -> dict[str, Any]:

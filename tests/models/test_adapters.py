@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from engine.test_cache_bytes import hold_to_a_budget, texts
 from support.pairwise import some_of
 from support.tiny_models import PROMPTS, VOCAB, build, gpt2, llama, mistral, noisy, stock_greedy
 from truedraft import Engine, SamplingParams, load_model
@@ -97,13 +96,6 @@ def test_neighbours_change_no_bit(family: str, folders: dict[str, Path]) -> None
     together = engine.generate(LIST, params)
     alone = [Engine(model).generate(prompt, own) for prompt, own in zip(LIST, params, strict=True)]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
-
-
-def test_requests_with_adapters_keep_to_a_budget(
-    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_model(folders["model"], dtype="float32", adapters={"one": folders["one"]})
-    hold_to_a_budget(model, texts(3), monkeypatch, SamplingParams(adapter="one"))
 
 
 def test_what_was_read_with_one_is_not_shared_with_another(family: str, folders: dict[str, Path]) -> None:

@@ -34,10 +34,8 @@ from support.verdicts import TREE, assert_same_entries, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.sequential import SequentialBackend, WholeTextBackend, runs_of
-from truedraft.models.base import Segment
-from truedraft.models.cache import RequestCache
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend, run_alone
 from truedraft.models.probe import check_against_stock
 
@@ -174,22 +172,6 @@ def test_a_tree_is_read_in_runs() -> None:
     assert runs_of(TREE, 0) == [[0, 1, 4], [2, 3, 5]]
     assert runs_of(TREE, 3) == [[3, 5], [4]]
     assert runs_of(chain_shape(5), 2) == [[2, 3, 4]]
-
-
-def test_a_path_is_written_and_read() -> None:
-    cache = RequestCache(64)
-    numbers = torch.arange(14.0).view(1, 14, 1)
-    cache.reserve(10)
-    cache.write(0, numbers[:, :10], numbers[:, :10])
-    cache.commit(range(10))
-    cache.reserve(4)
-    cache.storage.write_path(0, cache.length, [0, 1], numbers[:, 10:12], numbers[:, 10:12])
-    cache.storage.write_path(0, cache.length, [0, 2], numbers[:, 12:13], numbers[:, 12:13])
-    keys, values = cache.storage.write_path(0, cache.length, [0, 2, 3], numbers[:, 13:14], numbers[:, 13:14])
-    expected = numbers[:, [*range(11), 12, 13]]
-    assert keys.equal(expected) and values.equal(expected)
-    cache.commit([0, 2, 3])
-    assert all(each.equal(expected) for each in cache.entries()[0])
 
 
 @pytest.mark.parametrize("family", ["recurrent_gemma", "openai-gpt"])

@@ -1,28 +1,41 @@
-"""`load_model(..., kv_dtype="int8")`: what codes are, that they move unchanged, answers of them, and refusals."""
+"""`load_model` with `kv_dtype` or `weights` in fewer bits: what these are, that rows and answers stay, and refusals."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import BloomConfig, GPT2Config, LlamaConfig, MambaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from support.backends import graph_backend
-from support.codes import logits
+from support.codes import assert_given_by_codes, in_eight_bits, logits
+from support.gguf_files import write
+from support.rows import assert_rows_are_alike
 from support.tiny_models import VECTORS, build
 from support.verdicts import read
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import from_spec
+from truedraft.drafters import from_spec, specs
 from truedraft.errors import OptionError, UnknownOptionError, UnsupportedModelError
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.native.build import built
-from truedraft.models.base import Segment
+from truedraft.models.backends.native.memory import Weights
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.cache.buffers import SCALE_BYTES, decoded, encoded
-from truedraft.models.huggingface import HuggingFaceModel
 
 SIZES = VECTORS | {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2
@@ -190,3 +203,96 @@ def test_a_family_that_only_its_own_modules_run_keeps_codes_too(tmp_path: Path) 
     folder = folder_of(config, tmp_path)
     exact, found = (logits(load_model(folder, dtype="float32", kv_dtype=each), IDS) for each in ("auto", "int8"))
     assert 0.0 < (found - exact).std() < 0.1 * exact.std()
+
+
+TIED, UNTIED = LlamaConfig(**SIZES, tie_word_embeddings=True), Qwen2Config(**SIZES, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return folder_of(TIED, tmp_path)
+
+
+def quantize_and_back(module: nn.Module, bits: int) -> None:
+    """Give every linear layer the numbers of its weight in so many bits, and inputs of 8 bits; ties are kept."""
+    library = built(torch.float32).library
+    for layer in (each for each in module.modules() if isinstance(each, nn.Linear)):
+        weights = Weights(library)
+        linear = weights.quantized(weights.linear([layer.weight], None), bits)
+        numbers = torch.zeros(layer.weight.shape)
+        library.truedraft_decode(ctypes.byref(linear), ctypes.c_void_p(numbers.data_ptr()))
+        layer.weight.data = numbers
+        layer.register_forward_pre_hook(lambda _, given: (in_eight_bits(given[0]),))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("config", [TIED, UNTIED])
+@NATIVE
+def test_answers_are_those_of_the_weights_in_fewer_bits(config: PretrainedConfig, bits: int, tmp_path: Path) -> None:
+    folder = folder_of(config, tmp_path)
+    model = load_model(folder, dtype="float32", weights=f"q{bits}")
+    numbers = load_model(folder, dtype="float32", fast_paths=False)
+    exact = logits(numbers, IDS)
+    quantize_and_back(numbers.module, bits)
+    expected, found = logits(numbers, IDS), logits(model, IDS)
+    assert_given_by_codes(found, expected)
+    apart = (found - expected).std(-1) / expected.std(-1)
+    assert (found - exact).std() > 10 * apart.median() * expected.std()
+    assert model.embed(IDS[:5]).equal(numbers.embed(IDS[:5]))
+    assert model.equality == "bit for bit"
+
+
+@NATIVE
+def test_memory_is_that_of_the_fewer_bits_and_all_is_said(tied: Path) -> None:
+    plain, model = (load_model(tied, dtype="float32", weights=weights) for weights in (None, "q8"))
+    assert model.weight_bytes < 0.35 * plain.weight_bytes
+    assert model.fast_paths == ("native forward", "weights of 8 bits")
+    assert model.name == plain.name
+    assert model.fingerprint == plain.fingerprint
+    held = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.module.parameters()
+    }
+    assert sum(held.values()) < 0.02 * plain.weight_bytes, "what they were is freed"
+
+
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+@NATIVE
+def test_a_row_has_the_same_bits_in_any_company(weights: str, tied: Path) -> None:
+    assert_rows_are_alike(load_model(tied, weights=weights))
+
+
+@NATIVE
+def test_experts_may_have_fewer_bits(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)
+    folder = folder_of(config, tmp_path)
+    exact, near = (logits(load_model(folder, dtype="float32", weights=weights), IDS) for weights in (None, "q8"))
+    assert 0.0 < (near - exact).std() < 0.1 * exact.std()
+
+
+@NATIVE
+def test_a_target_of_four_bits_needs_no_copy_of_four_bits(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs, "_LEAST_OWN_BYTES", 0)
+    said: list[str] = []
+    wide, narrow = (load_model(tied, weights=weights) for weights in ("q8", "q4"))
+    assert set(from_spec("auto", wide, tell=said.append).members) == {"self", "prompt-lookup"}
+    assert set(from_spec("auto", narrow, tell=said.append).members) == {"prompt-lookup"}
+    assert not said, "nobody asked for one"
+    with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
+        from_spec("self:int4", narrow)
+    with pytest.raises(UnsupportedModelError, match=r"such a copy has 1\d\d% of their bytes"):
+        from_spec("self:int8", narrow)
+    draft = wide.quantized(4)
+    assert 0.0 < (logits(draft, IDS) - logits(wide, IDS)).std() < 0.6 * logits(wide, IDS).std()
+
+
+@NATIVE
+def test_what_cannot_be_quantised_is_refused_in_one_sentence(tied: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownOptionError, match=r"^unknown weights 'q6'; did you mean 'q8'\? valid: q4, q8|q4"):
+        load_model(tied, weights="q6")
+    with pytest.raises(UnsupportedModelError, match=r"cannot be given weights of 8 bits: .*leave --weights out$"):
+        load_model(tied, weights="q8", fast_paths=False)
+    file = write(tmp_path / "model.gguf", "llama", {"": "Q4_1"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"cannot be given weights of 4 bits: its own are quantised already; leave"
+    ):
+        load_model(file, weights="q4")

@@ -20,9 +20,8 @@ from support.verdicts import CHAIN, TREE, read, verdicts
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.sequential import CopiedBackend
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import run_alone
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

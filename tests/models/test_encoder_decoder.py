@@ -26,9 +26,7 @@ from truedraft.engine import BeamSearch
 from truedraft.engine.policy.measuring import Effort, measure_drafter, measure_target
 from truedraft.engine.policy.sizes import ratio_of_steps
 from truedraft.errors import CompositionError, ModelError, OptionError, PromptError, UnsupportedModelError
-from truedraft.models import MultimodalPrompt
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models import HuggingFaceModel, MultimodalPrompt, Segment
 from truedraft.models.sources import Sound, Sources
 
 COUNT = 24

@@ -1,22 +1,30 @@
-"""Which backend a model gets, and that a model with a part that no loop knows answers as that model."""
+"""Which backend a model gets, that a part that no loop knows stays as it is, and whose rows keep their bits."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 
+from support.backends import llama_of
 from support.codes import logits
-from support.tiny_models import build, llama, stock, stock_logits
+from support.rows import assert_rows_are_alike
+from support.tiny_models import GROUPED, PROMPTS, VOCAB, build, llama, stock, stock_logits
+from truedraft import Engine, SamplingParams
+from truedraft.core.tree import chain_shape
+from truedraft.drafters import Drafter, DraftModel, PromptLookup
 from truedraft.errors import UnsupportedModelError
+from truedraft.models.attention import Full, Window
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.llama import Rotation
+from truedraft.models.base import Segment
+from truedraft.models.huggingface import UP_TO_NEAR_TIES, HuggingFaceModel
+from truedraft.models.llama import Llama, Rotation
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import PackedLinear, can_pack
 from truedraft.models.probe import check_against_stock
@@ -25,6 +33,18 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32)
 
 
 TEXT = [5, 9, 11, 3, 60, 2]
+
+
+def test_what_is_read_of_a_decoder() -> None:
+    model = build(MistralConfig(**GROUPED, sliding_window=5), seed=0)
+    llama = llama_of(model, [Window(5), Full()])
+    assert llama.patterns == (Window(5), Full())
+    for layer, pattern in zip(llama.layers, llama.patterns, strict=True):
+        assert (layer.heads, layer.kv_heads, layer.head, layer.scaling) == (4, 2, 12, 12**-0.5)
+        assert layer.pattern == pattern and layer.activation is torch.nn.functional.silu
+    assert llama.uniform and not llama.tied
+    assert Llama.of(model, [Full()] * 3) is None, "more attention calls than layers"
+    assert llama_of(build(LlamaConfig(**GROUPED, tie_word_embeddings=True), seed=0), [Full()] * 2).tied
 
 
 def test_the_fastest_that_fits_is_taken() -> None:
@@ -109,3 +129,55 @@ def test_a_cuda_model_is_not_packed(family: str) -> None:
     model = HuggingFaceModel(stock(family).to("cuda"), None, family, fastest_backend)  # type: ignore[arg-type]
     assert "packed weights" not in model.fast_paths
     assert not any(isinstance(module, PackedLinear) for module in model.module.modules())
+
+
+FAMILIES = ("gpt_neox", "gemma3", "llama")
+
+
+@cache
+def tied(family: str, noise: float = 0.0) -> HuggingFaceModel:
+    """Each id's row of the LM head stands there twice, so all logits tie with another; in float32."""
+    module = stock(family)
+    head = module.get_output_embeddings().weight
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        head[VOCAB // 2 : VOCAB // 2 * 2] = head[: VOCAB // 2].clone()
+        for weight in module.parameters():
+            weight += noise * weight.std(unbiased=False) * torch.randn_like(weight)
+    return HuggingFaceModel(module, None, family, fastest_backend)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_have_the_same_bits_whatever_shares_a_forward(family: str) -> None:
+    assert_rows_are_alike(tied(family))
+    assert (tied(family).equality, tied(family).note) == ("bit for bit", None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafting_changes_no_token_though_all_logits_are_tied(family: str) -> None:
+    drafters: list[Drafter] = [
+        PromptLookup(num_speculative_tokens=5, max_ngram=3, min_ngram=1),
+        DraftModel(tied(family, 0.03), num_speculative_tokens=4),
+        DraftModel(tied(family, 0.03), branching=(3, 2, 1)),
+    ]
+    prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=32)
+    plain = [answer.token_ids for answer in Engine(tied(family)).generate(prompts, params)]
+    for drafter in drafters:
+        answers = Engine(tied(family), drafter, controller="fixed").generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
+        assert sum(answer.stats.accepted_tokens for answer in answers) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stock_modules_promise_what_their_rows_keep(family: str) -> None:
+    """Their products in float32 take a single row another way on most processors; then every report says so."""
+    model = HuggingFaceModel(stock(family), None, family, StockBackend)
+    ids = torch.arange(8)
+    logits = []
+    for count in (8, 1):
+        cache = model.new_cache()
+        logits.append(model.forward([Segment(cache, ids[:count], chain_shape(count), (0,))]).logits.clone())
+        model.release_cache(cache)
+    if not logits[0].equal(logits[1]):
+        assert model.equality == UP_TO_NEAR_TIES
+    assert (model.note is not None and "nearly tie" in model.note) == (model.equality == UP_TO_NEAR_TIES)

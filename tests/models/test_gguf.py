@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from support.backends import as_function, library_for
 from support.codes import assert_given_by_codes, in_eight_bits, logits, read_in_eight_bits
 from support.gguf_files import TYPES, random_blocks, write
+from support.pairwise import some_of
 from support.rows import assert_rows_are_alike
 from truedraft import load_model
 from truedraft.errors import ModelNotFoundError, UnsupportedModelError
 from truedraft.models import gguf as gguf_files
 from truedraft.models.backends.native import backend as native
-from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.build import Built, built
 from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Weights, pieces
 from truedraft.models.gguf import quantized_of
 from truedraft.models.quantized import GROUP, QuantizedWeight, StoredWeight
@@ -193,17 +196,6 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_copy_native_linears_is_made_where_it_is_much_smaller(tmp_path: Path) -> None:
-    model = load_model(write(tmp_path / "wide.gguf", "llama", {"": "Q8_0"}), dtype="float32")
-    draft = model.quantized(4)
-    assert draft.weight_bytes < 0.6 * model.weight_bytes
-    expected = logits(model, IDS)
-    assert 0 < (logits(draft, IDS) - expected).std() < 0.6 * expected.std()
-    narrow = load_model(write(tmp_path / "narrow.gguf", "llama", {"": "Q4_0"}), dtype="float32")
-    with pytest.raises(UnsupportedModelError, match="its own are quantised, and such a copy has 100% of their bytes"):
-        narrow.quantized(4)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are read from /proc")
 def test_a_file_is_in_memory_once_and_is_read_on_from_what_it_was(tmp_path: Path) -> None:
     """Its codes are laid out anew for the forward; the file itself is mapped while it is read, and no longer."""
@@ -231,3 +223,54 @@ def test_names_are_those_of_transformers_and_looked_up_once_for_each_part(
     monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *given: tables.append(given) or real(*given))
     assert gguf_files._places(model, processor) == expected and len(expected) > 20
     assert len(tables) == 1 + len(list(model.children()))
+
+
+PATHS = {
+    "by vectors, for want of AMX": "",
+    "in pairs, for want of VNNI": "-mno-avx512vnni -mno-avxvnni",
+    "in pairs, on vectors of 8": "-mno-avx512f",
+    "one by one, for want of AVX2": "-mno-avx",
+}
+
+
+X86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("gcc") is None, reason="needs x86 and gcc's options"
+)
+
+
+@pytest.fixture(scope="module", params=some_of(PATHS, [*PATHS][:1] + [*PATHS][2:]))
+def slower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """A library compiled without some instructions."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("CC", f"gcc {PATHS[request.param]}")
+        monkeypatch.setattr("truedraft.machine.may_use_tiles", lambda: False)
+        monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path_factory.mktemp("native")))
+        made = built.__wrapped__(torch.float32)
+    assert made.library is not None, made.reason
+    yield request.param, made.library
+
+
+@X86
+@pytest.mark.parametrize("kind", TYPES)
+def test_products_are_those_of_the_fastest_path(slower: tuple[str, Any], kind: str) -> None:
+    named, library = slower
+    weight = quantized_of(kind, random_blocks(kind, 130, 512, 0))
+    x = torch.randn(9, 512, generator=torch.Generator().manual_seed(0))
+    found = []
+    for each in (built(torch.float32).library, library):
+        weights = Weights(each)
+        found.append(as_function(each, weights, weights._coded([kept(weight)], None, False), torch.float32).logits(x))
+    if "one by one" in named:  # such processors add and multiply in two steps
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    else:
+        assert found[1].equal(found[0])
+
+
+@X86
+def test_the_path_is_named(slower: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named, library = slower
+    file = write(tmp_path / "model.gguf", "llama", {"": "Q4_1"})
+    monkeypatch.setattr(gguf_files, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(native, "built", lambda dtype: Built(library))
+    said = {"in": ", multiplied in pairs, for want of VNNI", "by": ""}.get(named.split()[0], f", multiplied {named}")
+    assert load_model(file, dtype="float32").fast_paths == ("native forward", f"weights of 4 bits{said}")

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFWriter
 from transformers import PreTrainedConfig
 
-from support.codes import logits
-from support.gguf_files import write
-from truedraft import load_model
 from truedraft.errors import ModelError, UnsupportedModelError
 from truedraft.models.gguf import without_weights
 from truedraft.models.gguf_config import FAMILIES, ModelKeys, check_positions, read_config
 
-IDS = torch.arange(1, 30) * 37 % 256
 RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 NORM_OF = dict.fromkeys(("falcon", "stablelm", "starcoder2", "bloom", "gpt2", "nemotron"), NORM)
 OTHERS: dict[str, dict[str, Any]] = {
@@ -228,29 +222,3 @@ def test_positions_are_stretched_as_a_file_says(architecture: str, values: dict[
     for name, frequencies in found.items():
         divided = 1.0 if "sliding" in name else stretched
         torch.testing.assert_close(frequencies, 10000.0 ** (-torch.arange(0, 16, 2) / 16) / divided)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_stretched_positions_are_those_of_the_forward(architecture: str, tmp_path: Path) -> None:
-    def pattern(writer: GGUFWriter) -> None:
-        if architecture == "gemma3":
-            writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
-
-    def more(writer: GGUFWriter) -> None:
-        pattern(writer)
-        writer.add_float32(f"{architecture}.rope.scaling.factor", 4.0)
-
-    plain = load_model(
-        write(tmp_path / "plain.gguf", architecture, {"": "F32"}, more=pattern), dtype="float32", fast_paths=False
-    )
-    model = load_model(write(tmp_path / "stretched.gguf", architecture, {"": "F32"}, more=more), dtype="float32")
-    assert (logits(model, IDS) - logits(plain, IDS)).abs().max() > 0.1
-    turns = plain.module.model.rotary_emb
-    (turns.inv_freq if architecture == "llama" else turns.full_attention_inv_freq).div_(4.0)
-    torch.testing.assert_close(logits(model, IDS), logits(plain, IDS), rtol=1e-4, atol=1e-4)
-
-
-def test_queries_of_gemma_3_are_scaled_by_their_heads(tmp_path: Path) -> None:
-    """As llama.cpp does; transformers' default is that of heads of 256 numbers."""
-    model = load_model(write(tmp_path / "model.gguf", "gemma3", {"": "Q8_0"}))
-    assert model.module.model.layers[0].self_attn.scaling == 64**-0.5

@@ -1,4 +1,4 @@
-"""Forwards are recorded once for each bucket that comes back, and replayed at addresses that stay."""
+"""Forwards and functions are recorded once for each shape that comes back, and replayed at addresses that stay."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from torch import Tensor
 
 from support.backends import HostRecorder, graph_backend
 from support.recorded_heads import Recordable
-from support.tiny_models import FAMILIES, VOCAB, stock
+from support.tiny_models import VOCAB, stock
 from truedraft.core import transfers
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.models.attention import Full, Window
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.batch import Bucket, Inputs, PagedBatch, PagedSegment, load_in_a_row
-from truedraft.models.backends.graphs.replay import Layers, Outputs, Recordings
-from truedraft.models.base import Segment
+from truedraft.models.backends.graphs.replay import Layers, Outputs, RecordedFunction, Recordings
 from truedraft.models.cache import PageTable, RequestCache
-from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.probe import probe_patterns
 
 CPU = torch.device("cpu")
 TREE = TreeShape((-1, 0, 0, 1, 2, 2, 4))
@@ -249,13 +246,6 @@ def test_loading_copies_the_numbers_and_tokens_that_the_host_does_not_know(
     assert inputs.numbers.tokens[:14].equal(torch.cat(texts))
 
 
-def test_waiting_is_noticed() -> None:
-    numbers = torch.tensor([1.0, 2.0])
-    for wait in (lambda: numbers.sum().item(), lambda: bool(numbers[0] > 0), lambda: numbers.nonzero()):
-        with pytest.raises(AssertionError, match="waits for the device"), Watch():
-            wait()
-
-
 def test_what_was_merged_is_no_second_copy() -> None:
     """The layers' own weights are views of the merged ones, and still right."""
     module = stock("qwen3")
@@ -270,8 +260,83 @@ def test_what_was_merged_is_no_second_copy() -> None:
     assert sum(blocks.values()) == sum(weight.nbytes for weight in before.values())
 
 
-def test_patterns_of_these_families() -> None:
-    """The tests above see windows with Mistral only."""
-    found = {family: set(probe_patterns(stock(family))) for family in ("llama", "mistral", "qwen3")}
-    window = FAMILIES["mistral"].config().sliding_window
-    assert found == {"llama": {Full()}, "mistral": {Window(window)}, "qwen3": {Full()}}
+class Recorded:
+    """x * factor + y, recorded; notes what the function was given."""
+
+    def __init__(self, most: int = 64, *, recorded: bool = True) -> None:
+        self.recorder = HostRecorder()
+        self.given: list[tuple[Tensor, Tensor]] = []
+        self.function = RecordedFunction(self._sum, self.recorder if recorded else None, most)
+
+    def _sum(self, x: Tensor, y: Tensor, factor: int) -> tuple[Tensor, ...]:
+        self.given.append((x, y))
+        return x * factor + y[:, None], y
+
+    def call(self, rows: int, factor: int = 2, width: int = 3) -> tuple[Tensor, ...]:
+        x, y = torch.randn(rows, width), torch.randn(rows)
+        found = self.function((x, y), factor)
+        assert found[0].equal(x * factor + y[:, None])
+        assert found[1].equal(y)
+        return found
+
+
+def test_numbers_of_rows_share_recordings_up_to_a_power_of_two() -> None:
+    fixture = Recorded()
+    for rows in (1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 7, 8):
+        fixture.call(rows)
+    assert [each.outputs[0].shape[0] for each in fixture.recorder.made] == [4, 1, 2, 8]
+    assert fixture.function.warmups == 8
+
+
+def test_other_numbers_and_widths_are_recorded_apart() -> None:
+    fixture = Recorded()
+    for factor, width in ((2, 3), (5, 3), (2, 4), (2, 3), (5, 3), (2, 4), (5, 3)):
+        fixture.call(2, factor, width)
+    assert [each.replays for each in fixture.recorder.made] == [1, 2, 1]
+
+
+def test_addresses_stay_and_what_was_returned_is_not_overwritten() -> None:
+    fixture = Recorded()
+    for rows in (4, 4, 3, 4, 3):
+        fixture.call(rows)
+    first = {tuple(each.data_ptr() for each in given) for given in fixture.given[1:]}  # the first has its own
+    assert len(first) == 1
+    kept = [fixture.call(4) for _ in range(3)]
+    copies = [tuple(each.clone() for each in found) for found in kept]
+    fixture.call(4)
+    assert all(a.equal(b) for found, copy in zip(kept, copies, strict=True) for a, b in zip(found, copy, strict=True))
+
+
+def test_of_too_many_recordings_the_one_unused_longest_goes() -> None:
+    fixture = Recorded(most=2)
+    for rows in (1, 1, 2, 2, 1, 4, 4, 1):
+        fixture.call(rows)
+    assert len(fixture.recorder.made) == 3
+    fixture.call(2)
+    assert len(fixture.recorder.made) == 4
+    assert fixture.function.warmups == 7
+
+
+def test_without_a_recorder_the_function_gets_the_very_arguments() -> None:
+    fixture = Recorded(recorded=False)
+    x, y = torch.randn(3, 2), torch.randn(3)
+    found = fixture.function((x, y), 4)
+    assert fixture.given[0][0] is x
+    assert found[1] is y
+    assert (fixture.function.warmups, fixture.recorder.made) == (0, [])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")])
+def test_what_cannot_be_recorded_is_called_as_it_is(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Recorded()
+    fixture.call(2)
+    tried = []
+
+    def broken(given: object) -> None:
+        tried.append(given)
+        raise error
+
+    monkeypatch.setattr(fixture.recorder, "record", broken)
+    for _ in range(2):
+        fixture.call(2)
+    assert len(tried) == 1 and fixture.recorder.made == []

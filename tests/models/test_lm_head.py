@@ -22,15 +22,14 @@ from support.tiny_models import CONTEXT, FAMILIES, GROUPED, SMALL, VOCAB, build,
 from truedraft.core.top_k import stable_topk
 from truedraft.core.tree import chain_shape
 from truedraft.errors import UnsupportedModelError
+from truedraft.models import ForwardOutput, HuggingFaceModel, LanguageModel, LmHead, Segment, pad_model
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.lm_head import LmHead, LogitFinish
+from truedraft.models.lm_head import LogitFinish
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
-from truedraft.models.padding import PaddedSize, pad_model
+from truedraft.models.padding import PaddedSize
 from truedraft.testing import MarkovModel
 
 GATED = GROUPED | {"intermediate_size": 96, "max_position_embeddings": CONTEXT}

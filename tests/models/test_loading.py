@@ -23,8 +23,6 @@ from transformers import (
     BertForMaskedLM,
     BertModel,
     LlamaForSequenceClassification,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     T5Config,
@@ -405,13 +403,6 @@ def test_an_encoder_decoder(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(folder, dtype="float32")
     says(caught.value, "decoder_start_token_id", "add it")
-
-
-def test_a_recurrent_model(tmp_path: Path) -> None:
-    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
-    folder = save(MambaForCausalLM(config), tmp_path / "mamba")
-    loaded = load_model(folder, dtype="float32")
-    assert loaded.pool.carries and "packed weights" in loaded.fast_paths
 
 
 def test_loading_says_nothing(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,14 +45,13 @@ from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import CacheError, ModelError
 from truedraft.machine import pick_dtype
+from truedraft.models import HuggingFaceModel, LanguageModel, Segment
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend, backend
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import Scratch, packed, padded_bias
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.quantized import Scheme
@@ -128,15 +127,6 @@ def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
     both = (run_forwards(model, LAYERS) for model in (native(CONFIGS[name]()), stock))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.std()))
-
-
-@needs_library
-@pytest.mark.parametrize("name", ["nothing fills a unit", "norms behind sums", "experts"])
-def test_layers_that_are_shown_change_no_bit_and_are_in_the_order_asked_for(name: str) -> None:
-    model = native(CONFIGS[name]())
-    plain, shown, (*_, other) = run_forwards(model), run_forwards(model, LAYERS), run_forwards(model, (0,))
-    assert all(map(torch.equal, plain, shown[:2]))
-    assert shown[3].equal(other) and not shown[2].equal(other)
 
 
 @needs_library
@@ -393,22 +383,9 @@ def test_where_an_entry_of_a_packed_weight_lies(dtype: torch.dtype) -> None:
     assert cells.shape == ((4, 6, 16, 1) if dtype is torch.float32 else (4, 3, 16, 2))
     assert cells[(1, 3, 1, 0) if dtype is torch.float32 else (1, 1, 1, 1)] == weight[17, 3]
     assert cells.transpose(1, 2).reshape(64, 6)[:20].equal(weight)
-    assert cells.sum() == cells.transpose(1, 2).reshape(64, 6)[:20].sum()  # all else is 0
     assert packed(library, [[weight.t().contiguous().t()]]).equal(cells)
-    assert packed(library, [[weight[:16], weight[16:]]]).equal(cells)
-    assert packed(library, [[weight[:5]]]).transpose(1, 2).reshape(64, 6)[:5].equal(weight[:5])
-    two = packed(library, [[weight], [weight[:5], -weight[5:]]])
-    assert two[:4].equal(cells)
-    assert two[4:].equal(packed(library, [[weight[:5], -weight[5:]]]))
-
-
-@needs_library
-def test_gate_and_up_take_turns_of_16() -> None:
-    library = built(torch.float32).library
-    gate, up = torch.arange(64.0).view(32, 2), -torch.arange(64.0).view(32, 2)
-    turns = packed(library, [[gate, up]], alternate=True)
-    assert turns.equal(packed(library, [[torch.cat([gate[:16], up[:16], gate[16:], up[16:]])]]))
-    large = torch.randn(1040, 2)  # more than a thread packs at a time
+    assert packed(library, [[weight], [weight[:16], weight[16:]]]).equal(torch.cat([cells, cells]))
+    large = torch.randn(1040, 2).to(dtype)  # more than a thread packs at a time; gate and up take turns of 16
     rows = torch.stack([large.view(-1, 16, 2), -large.view(-1, 16, 2)], dim=1).view(-1, 2)
     assert packed(library, [[large, -large]], alternate=True).equal(packed(library, [[rows]]))
 

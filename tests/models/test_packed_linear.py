@@ -28,9 +28,8 @@ from support.pairwise import pairwise
 from support.tiny_models import FAMILIES, GROUPED, SMALL, WINDOW, build, stock, stock_logits
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import PackedExperts, PackedLinear, can_pack, fuse, is_experts, pack_weights
 

@@ -1,4 +1,4 @@
-"""Tokens on the host go to the model's device together, and lie where they belong."""
+"""The plan of a packed forward: tokens go to the device together, and chains share what they may see."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.tree import chain_shape
-from truedraft.models import attention
-from truedraft.models.attention import ForwardPlan
-from truedraft.models.base import Segment
-from truedraft.models.cache import RequestCache
+from truedraft.models import Segment, attention
+from truedraft.models.attention import ChainLayout, ForwardPlan, Full, layout_of
+from truedraft.models.cache import RequestCache, key_span
 
 FAR = torch.device("cpu", 0)
 """The CPU by its number stands for another device: tensors made without a number do not lie there."""
@@ -45,3 +44,21 @@ def test_on_the_cpu_tokens_are_taken_as_they_are() -> None:
     segment = Segment(RequestCache(64), torch.tensor([4, 3]), chain_shape(2), ())
     made = ForwardPlan.of([segment], torch.device("cpu"), 1)
     assert made.tokens.data_ptr() == segment.tokens.data_ptr()
+
+
+def test_chains_of_all_lengths_share_their_masks() -> None:
+    """Lengths to 512 are kept. One mask for each would take 120 MB."""
+    kept: dict[int, int] = {}
+    held = []  # so that no address is used again
+    for length in range(1, 701):
+        for cached, written in ((0, 0), (100, length // 2), (513, length - 1)):
+            layout = layout_of(chain_shape(length), written, cached, Full(), torch.device("cpu"))
+            assert isinstance(layout, ChainLayout)
+            mask, first = layout.blocked.mask, layout.blocked.first
+            slots = torch.arange(first, key_span(cached + length))
+            assert torch.equal(mask, slots > torch.arange(cached + written, cached + length)[:, None])
+            if length <= 512:
+                storage = mask.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+                held.append(mask)
+    assert sum(kept.values()) < 2_000_000

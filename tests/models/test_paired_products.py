@@ -15,12 +15,11 @@ from support.backends import llama_of, native_backend
 from support.tiny_models import VECTORS, build
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.machine import has_avx512_bfloat16, may_use_tiles
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native import build as building
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
 
 pytestmark = [
     pytest.mark.skipif(not has_avx512_bfloat16(), reason="this processor has no AVX-512 instructions for bfloat16"),

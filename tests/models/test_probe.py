@@ -25,7 +25,7 @@ from support.rare_families import lfm2
 from support.tiny_models import FAMILIES, WINDOW, build, stock
 from truedraft.core.tree import TreeShape
 from truedraft.errors import UnsupportedModelError
-from truedraft.models import attention, probe
+from truedraft.models import HuggingFaceModel, attention, probe
 from truedraft.models.attention import (
     AttentionPattern,
     Chunk,
@@ -37,7 +37,6 @@ from truedraft.models.attention import (
     layout_of,
 )
 from truedraft.models.cache import RequestCache
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock, probe_patterns
 
 SMALL: dict[str, Any] = tiny_models.SMALL | {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
@@ -121,20 +120,6 @@ def test_positions_end_where_they_would_depend_on_the_neighbours(kind: str) -> N
     config = ROPES[kind]
     assert model.context_length == (64 if kind == "longrope" else config.max_position_embeddings)
     assert ("reads at most 64 tokens of its 128" in (model.note or "")) == (kind == "longrope")
-
-
-@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_other_rope_variants_run(kind: str) -> None:
-    more: dict[str, dict[str, Any]] = {
-        "linear": {},
-        "yarn": {"original_max_position_embeddings": 64},
-        "llama3": {"original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    }
-    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **more[kind]}
-    config = LlamaConfig(**SMALL, num_key_value_heads=1, max_position_embeddings=128, rope_parameters=rope)
-    model = build(config, seed=0)
-    check = check_against_stock(model, kind)
-    check(HuggingFaceModel(model, None, kind))
 
 
 @pytest.mark.parametrize(

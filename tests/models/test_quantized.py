@@ -14,13 +14,11 @@ from support.pairwise import pairwise
 from support.tiny_models import VECTORS, build
 from truedraft.core.tree import chain_shape
 from truedraft.errors import OptionError, UnsupportedModelError
-from truedraft.models.backends.native.backend import NativeLmHead
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.native.build import built
-from truedraft.models.backends.native.linear import native_linears
+from truedraft.models.backends.native.linear import NativeLmHead, native_linears
 from truedraft.models.backends.native.memory import PER_SCALE, UNIT, Weights
 from truedraft.models.backends.sequential import SequentialBackend
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 pytestmark = pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
@@ -108,15 +106,6 @@ def test_products_equal_a_reference(outputs: int, inputs: int, bits: int, dtype:
         assert bool(((found - expected).abs() <= sums + rounding + either).all())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_bias_is_added(bits: int) -> None:
-    weight = weight_of(101, 48, torch.float32)
-    bias = torch.nn.functional.pad(torch.arange(101.0), (0, 27))
-    x = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
-    with_bias, without = (quantized_head(weight, bits, each)[0].logits(x) for each in (bias, None))
-    torch.testing.assert_close(with_bias, without + bias[:101])
-
-
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
@@ -153,6 +142,7 @@ def test_eight_bits_are_near_the_model_and_four_less_so(dtype: torch.dtype, expe
 def test_it_reads_what_the_model_committed_and_leaves_it_as_it_was(bits: int) -> None:
     model = model_of(torch.float32)
     draft = model.quantized(bits)
+    assert (draft.name, draft.note, draft.pool) == (f"tiny in {bits} bits", None, model.pool) and model.name == "tiny"
     tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(2))
     drafted, plain = model.new_cache(), model.new_cache()
     for cache in (drafted, plain):
@@ -173,15 +163,6 @@ def test_it_reads_what_the_model_committed_and_leaves_it_as_it_was(bits: int) ->
     for ours, theirs in zip(drafted.entries(), plain.entries(), strict=True):
         assert ours[0].equal(theirs[0])
         assert ours[1].equal(theirs[1])
-
-
-def test_its_bytes_are_fewer_and_it_says_what_it_is() -> None:
-    model = model_of(torch.float32)
-    eight, four = model.quantized(8), model.quantized(4)
-    assert four.weight_bytes < eight.weight_bytes < model.weight_bytes
-    assert (four.name, four.note) == ("tiny in 4 bits", None)
-    assert four.pool is model.pool
-    assert model.name == "tiny"
 
 
 def test_other_forwards_are_refused_in_one_sentence() -> None:

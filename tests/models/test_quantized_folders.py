@@ -47,9 +47,8 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
 from truedraft.errors import ModelError, UnsupportedModelError
-from truedraft.models import quantized_folder
+from truedraft.models import Segment, quantized_folder
 from truedraft.models.backends.native.build import built
-from truedraft.models.base import Segment
 from truedraft.models.quantized import Scheme, StoredWeight
 from truedraft.models.quantized_folder import Layout
 
@@ -370,17 +369,6 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match=r"lacks model-00002-of-00002\.safetensors, a file of its weights; fetch"):
         load_model(folder, dtype="float32")
-
-
-def test_where_no_native_forward_fits_the_memory_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, twin = write(tmp_path, gptq, GPTQ)
-    with caplog.at_level(logging.WARNING, "truedraft"):
-        model = load_model(folder, dtype="float32", fast_paths=False)
-    assert [each.message for each in caplog.records] == [
-        f"{folder}: its quantised weights are made float32 at load, for no forward here runs their codes: they take "
-        "1.4 MB of memory"
-    ]
-    assert torch.equal(logits(model, IDS), logits(load_model(twin, dtype="float32", fast_paths=False), IDS))
 
 
 def test_layers_that_read_one_row_in_several_orders_are_made_numbers(

@@ -17,9 +17,8 @@ from support.verdicts import CHAIN, TREE, read, verdicts
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel
-from truedraft.models.base import Segment
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.cache.family import MOST_EDGES, CarriedStates, StateRow
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.probe import check_against_stock
 
 _HEADS: dict[str, Any] = GROUPED | {"num_hidden_layers": 3, "max_position_embeddings": 1024}

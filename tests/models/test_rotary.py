@@ -37,45 +37,18 @@ def at(table: RotaryTable, positions: Tensor, furthest: int) -> Rotation:
     return table.at(positions)
 
 
-def parts(rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[rows, head]` as the rotation applies them, read off what it makes of two heads."""
-    rows = rotation._cosines.shape[0]
-    one = torch.ones(rows, 1, HEAD, dtype=rotation._cosines.dtype)
-    first, second = one.clone(), one.clone()
-    first[..., HEAD // 2 :] = 0
-    second[..., : HEAD // 2] = 0
-    turned, other = rotation(first)[:, 0], rotation(second)[:, 0]
-    half = HEAD // 2
-    cosines = torch.cat([turned[:, :half], other[:, half:]], dim=-1)
-    sines = torch.cat([-other[:, :half], turned[:, half:]], dim=-1)
-    return cosines, sines
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_bits_are_those_of_the_module(kind: str, dtype: torch.dtype) -> None:
-    """At positions in any order, repeated, and on both sides of where the table grows."""
+    """On both sides of where the table grows, and however far it has grown."""
     module, like = rotary(kind), torch.empty(0, dtype=dtype)
-    positions = torch.tensor([0, 7, 7, 3, 255, 510, 511, 512, 513, 1023, 1024, 2047, 4999, 1])
     table = RotaryTable(module, like)
-    assert table.width == HEAD
-    cosines, sines = parts(at(table, positions, int(positions.max())))
-    expected_cosines, expected_sines = module(like, positions[None])
-    assert cosines.dtype == dtype
-    assert cosines.equal(expected_cosines[0])
-    assert sines.equal(expected_sines[0])
-
-
-def test_bits_do_not_depend_on_how_far_the_table_has_grown() -> None:
-    """A row of a long request, and the same row before anything was that long."""
-    table = RotaryTable(rotary("yarn"), torch.empty(0))
-    near = torch.arange(512)
-    before = parts(at(table, near, 511))
-    far = torch.tensor([9000, 100, 8191, 8192])
-    cosines, _ = parts(at(table, far, 9000))
-    after = parts(at(table, near, 511))
-    assert all(one.equal(other) for one, other in zip(before, after, strict=True))
-    assert cosines[1].equal(before[0][100])
+    first, positions = table.table.clone(), torch.tensor([0, 7, 255, 511, 512, 513, 1023, 1024, 2047, 4999])
+    table.reach(4999)
+    cosines, sines = module(like, positions[None])
+    assert table.width == HEAD and table.table.dtype == dtype
+    assert table.table[positions, 0].equal(torch.cat([cosines[0], sines[0, :, : HEAD // 2]], dim=-1))
+    assert table.table[: len(first)].equal(first)
 
 
 def test_growth_is_by_doubling() -> None:
@@ -97,16 +70,6 @@ def test_growth_is_by_doubling() -> None:
         assert len(table.table) > position
     assert len(calls) == 4  # 512, 1,024, 2,048 and 4,096 positions
     assert calls == sorted(calls) and calls[-1] >= 3000
-
-
-def test_worked_example() -> None:
-    """A head (1, 2, 3, 4) has the halves a = (1, 2) and b = (3, 4); the angles are those of 3-4-5 and 5-12-13."""
-    cosines, sines = [0.6, 5 / 13, 0.6, 5 / 13], [0.8, 12 / 13]
-    rotation = Rotation(torch.tensor([[[*cosines, *sines]]], dtype=torch.float64), 4)
-    turned = rotation(torch.tensor([[[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0]]], dtype=torch.float64))
-    first = [0.6 - 3 * 0.8, (2 * 5 - 4 * 12) / 13, 3 * 0.6 + 0.8, (4 * 5 + 2 * 12) / 13]
-    second = [0.0, 5 / 13, 0.0, 12 / 13]
-    torch.testing.assert_close(turned, torch.tensor([[first, second]], dtype=torch.float64), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -17,12 +17,11 @@ from support.backends import fused_backend, native_backend
 from support.tiny_models import build, llama
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.machine import has_bfloat16
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
 from truedraft.models.cache import Buffers, RequestCache
-from truedraft.models.huggingface import HuggingFaceModel
 
 VOCAB = 2048
 PATH = 8

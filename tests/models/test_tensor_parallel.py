@@ -35,8 +35,7 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters.specs import from_spec
 from truedraft.engine.policy.specs import controller_from_spec
 from truedraft.errors import ModelError, OptionError, UnsupportedModelError
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.loading import load_reader, read_model, resolve_source
 from truedraft.models.ranks import Ranks, refuse_unsharded, shard
 from truedraft.verification import SpeculativeSampling

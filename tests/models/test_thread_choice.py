@@ -11,13 +11,12 @@ from support.backends import fused_backend, llama_of, native_backend
 from support.tiny_models import build, llama
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import chain_shape
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.attention import Full
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
 from truedraft.models.packed_linear import can_pack
 from truedraft.models.threads import ThreadChoice, forward_threads, torch_on_all_threads, torch_on_one_thread

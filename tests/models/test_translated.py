@@ -25,15 +25,14 @@ from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.token_view import TokenView
-from truedraft.core.tree import TreeShape, chain_shape
+from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, ReencodedDraft
 from truedraft.drafters.base import DraftRequest
 from truedraft.engine import BeamSearch
 from truedraft.errors import CompositionError, ModelError, VocabularyMismatchError
-from truedraft.models.base import Segment
+from truedraft.models import HuggingFaceModel, Segment, TranslatedModel
 from truedraft.models.cache import PagePool, Pages
-from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.models.translated import TranslatedModel, _SpelledCache
+from truedraft.models.translated import _SpelledCache
 from truedraft.text.tokenizer import Tokenizer
 
 PROMPTS = ["the quick brown fox", "def f(x):\n    return", "naïve café — Übung"]
@@ -142,20 +141,6 @@ def test_a_cache_after_any_path_is_a_fresh_one() -> None:
         model.release_cache(fresh)
 
 
-def test_tokens_are_spelled_along_the_tree() -> None:
-    model = other()
-    double = next(token for token, ids in enumerate(model.translation.reads) if len(ids) == 2)
-    single = [token for token, ids in enumerate(model.translation.reads) if len(ids) == 1][5:8]
-    cache = model.new_cache()
-    model.forward([Segment(cache, torch.tensor(single[:1]), chain_shape(1), ())])
-    cache.commit((0,))
-    segment = Segment(cache, torch.tensor([single[1], double, single[2]]), TreeShape((-1, 0, 0)), (1, 2))
-    spelled = model._spelled(segment)
-    assert spelled.shape.parents == (-1, 0, 1, 0) and list(spelled.rows) == [2, 3]
-    cache.rollback(cache.length)
-    model.release_cache(cache)
-
-
 def test_a_text_that_is_longer_in_the_drafts_ids_is_answered_without_it() -> None:
     short = other(32)
     engine = Engine(target(), DraftModel(short, 3), controller="fixed")
@@ -242,21 +227,6 @@ def test_where_no_token_of_the_draft_may_follow_nothing_is_proposed(way: str, br
     if way != "sampled":
         plain = Engine(target()).generate(["the quick", "the quick"], params)
         assert [each.token_ids for each in (none, some)] == [each.token_ids for each in plain]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_any_number_of_requests(batch: int) -> None:
-    """Of unlike lengths, greedy and seeded in one batch, each as it is alone."""
-    texts = [("the quick brown fox " * 3)[: 3 + 5 * number] for number in range(batch)]
-    params = [
-        SamplingParams(max_tokens=12 + number, temperature=float(number % 2), seed=number) for number in range(batch)
-    ]
-    plain = [Engine(target()).generate(text, each) for text, each in zip(texts, params, strict=True)]
-    for drafter in (DraftModel(other(), branching=(2, 1, 1)), ReencodedDraft(other()._draft, target(), 3)):
-        engine = Engine(target(), drafter, controller="fixed")
-        answers = engine.generate(texts, params)
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-        assert sum(answer.stats.draft_tokens for answer in answers) > 0 and engine.check_idle() == []
 
 
 def test_forwards_of_the_draft_that_are_recorded_are_counted() -> None:

@@ -14,8 +14,8 @@ from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.backends.graphs.replay import Outputs, Recorder, Recording
 from truedraft.models.backends.native import NativeBackend
-from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
+from truedraft.models.backends.native.linear import NativeLmHead
 from truedraft.models.backends.native.memory import UNIT, CLinear, CModel, Scratch, Weights
 from truedraft.models.llama import Llama
 from truedraft.models.probe import probe_patterns

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from truedraft import load_model
 from truedraft.core.tree import chain_shape
 from truedraft.errors import ModelError
-from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models import HuggingFaceModel, LanguageModel, Segment
 from truedraft.models.quantized import GROUP
 
 

@@ -47,18 +47,8 @@ def write(
 ) -> Path:
     """A file of two layers with a byte tokenizer; the first part of it where it is written in parts.
 
-    Args:
-        path: of the file.
-        architecture: "llama", "qwen2", "qwen3" or "gemma3".
-        kinds: types by parts of tensors' names, as {"attn_v": "Q6_K", "": "Q4_K"}; the first that fits.
-        heads: of queries, and likewise
-        kv_heads.
-        tied: whether the LM head is the embedding.
-        leave_out: the name of a tensor that is not written.
-        more: writes fields and tensors beside those.
-        tokenizer: writes that of a vocabulary; None writes a whole one.
-        endian: order of the bytes of numbers.
-        tensors_of_a_part: of a model in several files; 0 for one file.
+    `kinds` are types by parts of tensors' names, as {"attn_v": "Q6_K", "": "Q4_K"}; the first that fits. The tensor
+    `leave_out` is not written, `more` writes further fields and tensors, and `tokenizer` that of a vocabulary.
     """
     vocab, head = vocabulary(), _head(architecture)
     writer = GGUFWriter(path, architecture, endianess=endian, split_max_tensors=tensors_of_a_part)

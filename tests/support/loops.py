@@ -22,9 +22,8 @@ from transformers import (
 
 from support.tiny_models import GROUPED, WINDOW, build
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.models.base import Segment
+from truedraft.models import HuggingFaceModel, Segment
 from truedraft.models.cache import RequestCache
-from truedraft.models.huggingface import HuggingFaceModel
 
 SMALL = GROUPED | {
     "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 512

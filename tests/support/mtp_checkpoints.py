@@ -91,11 +91,7 @@ SHAPES = {
 
 
 class MtpReference:
-    """Drafts by the page: no cache, no packing; the layer's own family by transformers, all else by hand.
-
-    Args:
-        shape: of the checkpoint.
-    """
+    """Drafts by the page: no cache, no packing; the layer's own family by transformers, all else by hand."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape

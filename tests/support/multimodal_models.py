@@ -41,21 +41,13 @@ _GEMMA_TEXT = TEXT | {
 
 @dataclass(frozen=True)
 class Multimodal:
-    """One family.
+    """One family."""
 
-    Attributes:
-        kind: the class of the model.
-        parts: configurations of its parts, and what else its own is given.
-        around: tokens in the text for one image; PLACEHOLDER stands for all that the image takes.
-        takes: how many placeholders an image takes.
-        inputs: what the model is given beside the tokens.
-    """
-
-    kind: str
-    parts: dict[str, Any]
-    around: tuple[int, ...]
-    takes: int
-    inputs: Callable[[], dict[str, Tensor]]
+    kind: str  # the class of the model
+    parts: dict[str, Any]  # configurations of its parts, and what else its own is given
+    around: tuple[int, ...]  # tokens in the text for one image; PLACEHOLDER stands for all that the image takes
+    takes: int  # placeholders
+    inputs: Callable[[], dict[str, Tensor]]  # what the model is given beside the tokens
 
     def model(self, seed: int = 0) -> PreTrainedModel:
         """A model with random weights, larger than those that transformers begins with, so that answers vary."""

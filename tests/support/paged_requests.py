@@ -108,17 +108,8 @@ def lay_out(
     """Requests in a pool of scrambled pages. NaN are free pages, page 0, and what lies before and behind all that rows
     of a request see.
 
-    Args:
-        asked: the requests.
-        heads: of queries.
-        kv_heads: of keys and values.
-        width: of a head.
-        tile: most rows of a tile.
-        window: positions that a row sees.
-        words: of 64 bits for each row; None is as many as the largest tree needs, none where all are chains.
-        padding: rows of padding and tiles of padding.
-        seed: of keys, values and queries of the first request, the next one's is larger by 1, and so on.
-        device: where the numbers lie.
+    Mask `words` have 64 bits; None is as many as the largest tree needs, none where all are chains. `padding` are rows
+    and tiles. Keys, values and queries of the first request are drawn by `seed`, the next one's by one more.
     """
     if words is None:
         words = max(0 if one.shape.is_chain else -(-len(one.shape) // 64) for one in asked)

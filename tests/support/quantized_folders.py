@@ -36,11 +36,7 @@ def tiny_llama() -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Codes `[out, in]` with scales and zeros `[out, groups]` of groups of inputs.
-
-    Attributes:
-        group_of: `[in]`.
-    """
+    """Codes `[out, in]` with scales and zeros `[out, groups]` of groups of inputs, and the group `[in]` of each."""
 
     codes: Tensor
     scales: Tensor
@@ -62,15 +58,8 @@ def grouped(
     seed: int | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Grouped:
-    """A weight in codes from 0 on.
-
-    Args:
-        weight: `[out, in]`.
-        bits: of a code.
-        group: inputs that share a scale; -1 for all.
-        symmetric: whether the zero is the middle code.
-        seed: of the order in which inputs fall into groups; None for neighbours.
-        dtype: of scales.
+    """A weight in codes from 0 on, `group` inputs to a scale (-1: all); `seed` is of the order in which they fall into
+    groups.
     """
     inputs, most = weight.shape[1], 2**bits - 1
     group_of = torch.arange(inputs) // (group if group > 0 else inputs)
@@ -153,12 +142,8 @@ def bitsandbytes_8(weight: Tensor, dtype: torch.dtype = torch.float32) -> Made:
 
 
 def fp8(weight: Tensor, block: tuple[int, int] | None, *, end: str = "weight_scale_inv") -> Made:
-    """FP8 with a scale for each block, for each output (of a width of 0), or for all.
-
-    Args:
-        weight: `[out, in]`.
-        block: its sizes; None for one scale.
-        end: what the scales are called.
+    """FP8 with a scale for each block, for each output (of a width of 0), or for all (None); `end` is what they are
+    called.
     """
     out, inputs = weight.shape
     high, wide = block or (out, inputs)
@@ -175,10 +160,7 @@ def fp8(weight: Tensor, block: tuple[int, int] | None, *, end: str = "weight_sca
 def four_bits(weight: Tensor, *, block: int = 64, double: bool = False) -> Made:
     """As bitsandbytes writes NF4: codes of a table of 16 numbers, by quantiles of a normal distribution.
 
-    Args:
-        weight: `[out, in]`.
-        block: weights that share a scale.
-        double: whether the scales are codes of a table themselves.
+    If `double`, the scales of blocks are codes of a table themselves.
     """
     quantiles = torch.special.ndtri(torch.linspace(0.03, 0.97, 16))
     table = quantiles / quantiles.abs().max()
@@ -207,14 +189,7 @@ def four_bits(weight: Tensor, *, block: int = 64, double: bool = False) -> Made:
 def write(
     folder: Path, quantise: Callable[[Tensor], Made], said: dict[str, Any], model: PreTrainedModel | None = None
 ) -> tuple[Path, Path]:
-    """A folder with quantised linear layers, the LM head left out, and one with the numbers that they stand for.
-
-    Args:
-        folder: to make both in.
-        quantise: a weight.
-        said: what config.json says of it.
-        model: None for a tiny Llama.
-    """
+    """A folder with quantised linear layers, the LM head left out, and one with the numbers that they stand for."""
     made, numbers = folder / "quantised", folder / "numbers"
     (model or tiny_llama()).save_pretrained(numbers)
     shutil.copytree(numbers, made)

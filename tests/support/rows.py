@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.models.base import Segment
-from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models import HuggingFaceModel, Segment
 
 PATH = 8
 

@@ -98,13 +98,7 @@ def qwen3_moe() -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family.
-
-    Attributes:
-        config: its sizes.
-        seed: of its weights, one whose answers have no near tie (see `greedy_with_lead`).
-        spread: standard deviation of its weights.
-    """
+    """How to make a small model of a family, with a seed whose answers have no near tie (see `greedy_with_lead`)."""
 
     config: Callable[[], PretrainedConfig]
     seed: int = 0

@@ -38,9 +38,8 @@ def merge_adapter(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel
 def read_adapters(model: PreTrainedModel, folders: Mapping[str, str | Path]) -> dict[str, dict[str, LowRank]]:
     """What each adapter adds, by the names of linear layers; the model is not changed.
 
-    Raises:
-        ModelError: an adapter does not fit the model, or cannot be read.
-        UnsupportedModelError: it does more than add to linear layers.
+    Raises ModelError: one does not fit or cannot be read; UnsupportedModelError: it does more than add to linear
+    layers.
     """
     from peft.tuners.lora import Linear
 

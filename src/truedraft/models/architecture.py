@@ -77,12 +77,8 @@ def load_causal_lm(
     """Any Hugging Face causal language model, by embedded name, folder or hub name; `dtype` may be "auto"
     (`pick_dtype`).
 
-    No remote code is run.
-
-    Raises:
-        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
-        UnsupportedModelError: not a causal language model.
-        ModelError: its files cannot be read.
+    No remote code is run. Raises ModelNotFoundError: there is no such name; UnsupportedModelError: not a causal
+    language model; ModelError: its files cannot be read.
     """
     name = str(folder)
     place = torch.device(device)

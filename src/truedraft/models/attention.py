@@ -1,11 +1,9 @@
 """A packed forward's plan, and attention of each segment over its own cache: no row depends on the other rows.
 
-Plain matrix products with a softmax in float32 or better give each query the same bits, however many queries share the
-product; fused kernels do not promise that. Sums over keys depend on the order of the terms. In a tree siblings are
-between a row's keys, so each row's keys and values are first gathered in the order of its own path. A node then gets
-the same bits as in a chain (docs/lossless.md, row invariance).
-
-Products run over spans of key/value positions (`cache.key_span`), longer than what is filled; the rest is masked.
+Plain matrix products with a softmax in float32 or better give each query the same bits, however many queries share
+them; fused kernels do not promise that. Sums over keys depend on the order of the terms, so in a tree each row's keys
+and values are first gathered in the order of its own path, and a node gets the bits that it has in a chain
+(docs/lossless.md, row invariance). Products run over longer spans than what is filled (`cache.key_span`), masked.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -100,24 +98,17 @@ class Blocked:
     mask: Tensor
 
 
-class SegmentLayout(ABC):
-    """The layout of a segment's new tokens after its cached ones."""
+@dataclass(frozen=True, slots=True)
+class ChainLayout:
+    """New tokens in a sequence after the cached ones."""
 
-    @abstractmethod
+    blocked: Blocked
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """Attention `[new, heads, value width]` of the new tokens' query `[heads, new, key width]`.
 
         Keys `[kv_heads, key width, span]` and values `[kv_heads, span, value width]`: cached, uncommitted, undefined.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class ChainLayout(SegmentLayout):
-    """New tokens in a sequence."""
-
-    blocked: Blocked
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         heads, new, _ = query.shape
         weights = _weights(_scores(query, keys), self.blocked, scoring, values.dtype)
         mixed = _product(weights.flatten(1, 2), values)  # [kv_heads, group * new, value width]
@@ -125,7 +116,7 @@ class ChainLayout(SegmentLayout):
 
 
 @dataclass(frozen=True, slots=True)
-class TreeLayout(SegmentLayout):
+class TreeLayout:
     """New tokens of a tree after `length` cached ones; each root-to-leaf path is computed like a separate chain."""
 
     length: int
@@ -133,34 +124,28 @@ class TreeLayout(SegmentLayout):
     blocked: Blocked
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        heads, new, _ = query.shape
-        kv_heads, paths, count = keys.shape[0], self.paths, len(self.paths.tails)
+        """See `ChainLayout`."""
+        (heads, new, _), (kv_heads, _, width) = query.shape, values.shape
+        paths, count, slots = self.paths, len(self.paths.tails), self.length + self.paths.own.shape[1]
+        padding = key_span(slots) - slots
         scores = _scores(query, keys)  # [kv_heads, group, new, span of the nodes]
-        depth = paths.own.shape[1]
-        below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, depth))
-        padding = scores.new_zeros(1).expand(*scores.shape[:3], self._padding)  # masked
-        scores = torch.cat([scores[..., : self.length], below, padding], dim=-1)
+        below = scores[..., self.length :].gather(-1, paths.own.expand(*scores.shape[:2], new, -1))
+        masked = scores.new_zeros(1).expand(*scores.shape[:3], padding)
+        scores = torch.cat([scores[..., : self.length], below, masked], dim=-1)
         weights = _weights(scores, self.blocked, scoring, values.dtype)
         group, span = weights.shape[1], weights.shape[3]
-        # Rows are distributed to their paths, and each path has its own values.
+        # Rows are distributed to their paths. Each path has its own values: the context, its nodes', then zeros.
         dealt = weights.index_select(2, paths.dealt).view(kv_heads, group, count, -1, span)
         dealt = dealt.transpose(1, 2).reshape(kv_heads * count, -1, span)
-        mixed = _product(dealt, self._values_of_paths(values))
-        mixed = mixed.reshape(kv_heads, count, group, -1, values.shape[-1]).transpose(1, 2)
-        return mixed.reshape(heads, -1, values.shape[-1]).index_select(1, paths.back).transpose(0, 1)
-
-    @property
-    def _padding(self) -> int:
-        slots = self.length + self.paths.own.shape[1]
-        return key_span(slots) - slots
-
-    def _values_of_paths(self, values: Tensor) -> Tensor:
-        """`[kv_heads * paths, span, value width]`: the context, then each path's own, then zeros."""
-        kv_heads, count, width = values.shape[0], len(self.paths.tails), values.shape[2]
         context = values[:, None, : self.length].expand(-1, count, -1, -1)
-        below = values[:, self.length :][:, self.paths.tails]  # [kv_heads, paths, depth, value width]
-        padding = values.new_zeros(1).expand(kv_heads, count, self._padding, width)
-        return torch.cat([context, below, padding], dim=2).flatten(0, 1)
+        nodes = values[:, self.length :][:, paths.tails]  # [kv_heads, paths, depth, value width]
+        zeros = values.new_zeros(1).expand(kv_heads, count, padding, width)
+        mixed = _product(dealt, torch.cat([context, nodes, zeros], dim=2).flatten(0, 1))
+        mixed = mixed.reshape(kv_heads, count, group, -1, width).transpose(1, 2)
+        return mixed.reshape(heads, -1, width).index_select(1, paths.back).transpose(0, 1)
+
+
+SegmentLayout: TypeAlias = ChainLayout | TreeLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +154,12 @@ class Paths:
 
     Worked example: parents (-1, 0, 0, 2), all new. The leaves are 1 and 3, with paths (0, 1) and (0, 2, 3); padded to
     the depth 3 by their own ends. Rows 0 and 1 are dealt to the first path, rows 2 and 3 to the second.
-
-    Attributes:
-        own: `[new, depth]`: for each new node the nodes of its path, padded with itself (and masked).
-        tails: `[paths, depth]`: nodes of each path.
-        dealt: `[paths * longest]`: for each path the rows that it computes, padded.
-        back: `[new]`: where in `dealt` each row is.
     """
 
-    own: Tensor
-    tails: Tensor
-    dealt: Tensor
-    back: Tensor
+    own: Tensor  # [new, depth]: for each new node the nodes of its path, padded with itself (and masked)
+    tails: Tensor  # [paths, depth]: nodes of each path
+    dealt: Tensor  # [paths * longest]: for each path the rows that it computes, padded
+    back: Tensor  # [new]: where in `dealt` each row is
 
 
 @lru_cache(maxsize=1024)
@@ -213,10 +192,7 @@ def paths_of(shape: TreeShape, written: int, device: torch.device) -> Paths:
 def layout_of(
     shape: TreeShape, written: int, length: int, pattern: AttentionPattern, device: torch.device, dropped: int = 0
 ) -> SegmentLayout:
-    """The layout after `length` cached tokens of the tree `shape` with new nodes from `written` on.
-
-    `dropped` tokens before these, from `FIRST` on, are not cached.
-    """
+    """The layout after `length` cached tokens (`dropped` before these are not) of a tree, new from `written` on."""
     slots = length + (len(shape) if shape.is_chain else shape.depth)
     span = key_span(slots)
     reaches = pattern.reaches(length + dropped + shape.depth)
@@ -288,10 +264,7 @@ _MASKED_ROWS = 256  # rows with scores in memory at the same time
 
 @dataclass(slots=True)
 class SegmentPlan:
-    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens, on a device.
-
-    `dropped` tokens of the text are not cached (`BoundedContext`).
-    """
+    """One segment in the pack: rows `start .. start + count - 1`, after `length` cached tokens (`dropped` are not)."""
 
     segment: Segment
     start: int
@@ -315,31 +288,21 @@ class SegmentPlan:
 
 @dataclass(slots=True)
 class ForwardPlan:
-    """The plan of a packed forward.
-
-    Attributes:
-        tokens: `[1, total]`, int64: all new tokens, then padding.
-        positions: `[1, total]`, int64: cached length + depth in the tree - 1, plus the cache's shift.
-        rows: `[requested]`, int64: rows of the pack that need logits, then padding.
-        requested: number of `rows` without padding.
-        furthest: the largest position.
-    """
+    """The plan of a packed forward."""
 
     segments: list[SegmentPlan]
-    tokens: Tensor
-    positions: Tensor
-    rows: Tensor
-    requested: int
-    furthest: int
+    tokens: Tensor  # [1, total], int64: all new tokens, then padding
+    positions: Tensor  # [1, total], int64: cached length + depth in the tree - 1, plus the cache's shift
+    rows: Tensor  # [requested], int64: rows of the pack that need logits, then padding
+    requested: int  # rows without padding
+    furthest: int  # the largest position
 
     @classmethod
     def of(cls, segments: Sequence[Segment], device: torch.device, least_rows: int) -> ForwardPlan:
         """Concatenate the segments, reserve room in their caches, and pad to `least_rows` tokens and rows.
 
-        Kernels treat very short products differently, and a row must not depend on how many share its forward
-        (docs/lossless.md, row invariance).
-
-        Raises ModelError: a segment has more or fewer tokens than new nodes.
+        Kernels treat very short products differently, and a row must not depend on how many share its forward. Raises
+        ModelError: a segment has more or fewer tokens than new nodes.
         """
         plans: list[SegmentPlan] = []
         positions: list[int] = []

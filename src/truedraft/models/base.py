@@ -37,62 +37,40 @@ DrawnChain: TypeAlias = tuple[Sequence[int], Tensor | None, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's share of a packed forward.
+    """One request's share of a packed forward."""
 
-    Attributes:
-        cache: holds the tokens before these; the forward writes after them and does not commit.
-        tokens: `[new]`, int64, on the host or the model's device: a part of a prompt, the last committed token and a
-            tree after it, or one more level of a tree.
-        shape: the tree of all uncommitted tokens, those of earlier forwards first; -1 is the last committed.
-        rows: which of the new tokens need logits, ascending.
-        written: uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`.
-        prompt: number of first new tokens that belong to a prompt. Layers with states read these in pieces and others
-            one by one, so that a token's bits do not depend on the rest of the forward.
-        inputs: non-text inputs by name; the tokens are then the whole prompt, and the cache is empty. Audio may also be
-            given with parts of a prompt, until an encoder has read it.
-    """
-
-    cache: RequestCache
-    tokens: Tensor
-    shape: TreeShape
-    rows: Sequence[int]
-    written: int = 0
+    cache: RequestCache  # holds the tokens before these; the forward writes after them and does not commit
+    tokens: Tensor  # [new], int64, on the host or the device: of a prompt, the last committed token and a tree, a level
+    shape: TreeShape  # of all uncommitted tokens, those of earlier forwards first; -1 is the last committed
+    rows: Sequence[int]  # which of the new tokens need logits, ascending
+    written: int = 0  # uncommitted tokens that earlier forwards wrote; the new ones are the rest of `shape`
+    # First new tokens of a prompt. Layers with states read these in pieces and others one by one, so that a token's
+    # bits do not depend on the rest of the forward.
     prompt: int = 0
     adapter: str | None = None
+    # Non-text inputs by name; the tokens are then the whole prompt, and the cache is empty. Audio may also be given
+    # with parts of a prompt, until an encoder has read it.
     inputs: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """The output of a packed forward, the segments' rows concatenated.
+    """The output of a packed forward, the segments' rows concatenated."""
 
-    Attributes:
-        logits: `[rows, vocab]`, without padded ids.
-        hidden: `[rows, width]`: the input of the LM head, after the final norm.
-        layers: `[rows, width]` for each requested layer: its output.
-    """
-
-    logits: Tensor
-    hidden: Tensor
-    layers: tuple[Tensor, ...] = ()
+    logits: Tensor  # [rows, vocab], without padded ids
+    hidden: Tensor  # [rows, width]: the input of the LM head, after the final norm
+    layers: tuple[Tensor, ...] = ()  # [rows, width] for each requested layer: its output
 
 
 class Reader:
-    """How a language model tokenises and ends texts: what is known without its weights.
-
-    Attributes:
-        tokenizer: None if prompts and answers are ids.
-        vocab_size: number of ids, without padding of the embedding.
-        context_length: most tokens of one request.
-        sources: layout of its texts; None without an encoder.
-    """
+    """How a language model tokenises and ends texts: what is known without its weights."""
 
     name: str
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    context_length: int
+    tokenizer: Tokenizer | None  # None if prompts and answers are ids
+    vocab_size: int  # ids, without padding of the embedding
+    context_length: int  # most tokens of one request
     eos_token_ids: tuple[int, ...]
-    sources: Sources | None = None
+    sources: Sources | None = None  # layout of its texts; None without an encoder
 
     def source_tokens(self, tokens: Sequence[int]) -> int:
         """How many of a text's first tokens an encoder reads; options about texts apply to the rest."""
@@ -103,41 +81,24 @@ class Reader:
 
 
 class LanguageModel(Reader, ABC):
-    """A causal language model that runs many token trees in one forward.
-
-    Attributes:
-        kv_dtype: dtype of keys and values, "int8" or "auto", which is the model's own.
-        fast_paths: names of the optimisations in use, for reports.
-        parameters: number of weights.
-        weight_bytes: bytes of weights that one forward reads.
-        note: what every report on the model must say, such as that it was padded.
-        head_width: entries of `ForwardOutput.hidden` that heads read: all, or the nonzero ones of a padded model; 0 if
-            none.
-        shown_layers: number of layers with output in `forward_showing`; 0 if it is not supported.
-        shared_ids: ids that a draft with another tokenizer can write; None: all.
-        input_names: non-text inputs of a prompt, such as `pixel_values`; empty for text-only models.
-        placeholders: ids of tokens that these inputs replace.
-        pool: of its caches; None if none are kept.
-        failure: why it cannot run, in a sentence; None while it can.
-        warmups: number of forwards so far that took longer than later ones of their shape, such as CUDA graph captures.
-    """
+    """A causal language model that runs many token trees in one forward."""
 
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: str = "auto"
-    fast_paths: tuple[str, ...] = ()
-    parameters: int = 0
-    weight_bytes: int = 0
-    note: str | None = None
-    head_width: int = 0
-    shown_layers: int = 0
+    kv_dtype: str = "auto"  # dtype of keys and values, "int8" or "auto", which is the model's own
+    fast_paths: tuple[str, ...] = ()  # names of the optimisations in use, for reports
+    parameters: int = 0  # number of weights
+    weight_bytes: int = 0  # that one forward reads
+    note: str | None = None  # what every report on the model must say, such as that it was padded
+    head_width: int = 0  # entries of `ForwardOutput.hidden` that heads read: all, or a padded model's nonzero; 0: none
+    shown_layers: int = 0  # layers with output in `forward_showing`; 0 if it is not supported
     adapters: tuple[str, ...] = ()
-    shared_ids: Tensor | None = None
-    input_names: frozenset[str] = frozenset()
-    placeholders: frozenset[int] = frozenset()
-    pool: CachePool | None = None
-    failure: str | None = None
-    warmups: int = 0
+    shared_ids: Tensor | None = None  # that a draft with another tokenizer can write; None: all
+    input_names: frozenset[str] = frozenset()  # non-text inputs of a prompt, such as `pixel_values`
+    placeholders: frozenset[int] = frozenset()  # ids of tokens that these inputs replace
+    pool: CachePool | None = None  # of its caches; None if none are kept
+    failure: str | None = None  # why it cannot run, in a sentence; None while it can
+    warmups: int = 0  # forwards so far that took longer than later ones of their shape, such as CUDA graph captures
     records_chains: bool = False
     draws_chains: bool = False
 
@@ -160,10 +121,8 @@ class LanguageModel(Reader, ABC):
     def processor(self) -> Processor:
         """Makes prompts of texts with images.
 
-        Raises:
-            PromptError: the model reads no images.
-            ModelError: it comes without a processor.
-            MissingExtraError: Pillow is not installed.
+        Raises PromptError: the model reads no images; ModelError: it comes without a processor; MissingExtraError:
+        Pillow is not installed.
         """
         raise PromptError(f"{self.name!r} takes no pictures; give text alone, or name a model that sees")
 
@@ -226,10 +185,7 @@ class LanguageModel(Reader, ABC):
             choose: a module-level function that depends on its arguments only: recordings are keyed by it.
             numbers: `[requests, levels]` each, for `choose`.
 
-        Returns:
-            Ids `[requests, levels]`, and the distributions `[requests, levels, vocab]`, on the device.
-
-        Raises UnsupportedModelError: the model records no chains.
+        Returns ids `[requests, levels]` and distributions `[requests, levels, vocab]`, on the device.
         """
         raise UnsupportedModelError(f"{self.name} records no chains; draft level by level")
 

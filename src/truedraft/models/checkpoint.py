@@ -69,10 +69,7 @@ def fingerprint_of(model: PreTrainedModel) -> str:
     """A hash of a model's weights (see `weights_hash`): of their names, shapes and bfloat16 values, tied ones once.
 
     It is the same for loads in float32 and bfloat16, on any device; for a padded model written by `truedraft export` it
-    is that of the original model.
-
-    Raises:
-        ModelError: the model was padded and does not say from what, or its weights were packed for inference.
+    is that of the original model. Raises ModelError: the model was padded and does not say from what, or was packed.
     """
     padding, name = padding_of(model), type(model).__name__
     if "fingerprint" in padding:
@@ -220,22 +217,15 @@ def _sizes_in(said: Any) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class MtpNames:
-    """Names of the tensors of one MTP layer in a checkpoint.
+    """Names of the tensors of one MTP layer in a checkpoint."""
 
-    Attributes:
-        prefix: of all tensors of the layer; the following names come after it.
-        fusion: the matrix that merges embedding and vector; the next two names are of their norms.
-        layer: prefix of the decoder layer itself.
-        zeroes_first: whether the embedding at the first position is zeroed, as engines do with this format.
-    """
-
-    prefix: str
-    fusion: str
+    prefix: str  # of all tensors of the layer; the following names come after it
+    fusion: str  # the matrix that merges embedding and vector; the next two names are of their norms
     of_embedding: str
     of_vector: str
     final: str
-    layer: str = ""
-    zeroes_first: bool = False
+    layer: str = ""  # prefix of the decoder layer itself
+    zeroes_first: bool = False  # whether the embedding at the first position is zeroed, as engines do here
 
     @property
     def parts(self) -> tuple[str, str, str, str]:

@@ -59,9 +59,8 @@ def export_model(
         dtype: see `load_model`; "auto" is what is fast on this machine's CPU.
         on_stage: called with the name of each stage.
 
-    Raises:
-        OptionError: an unusable folder, dtype or size, or too little room for the weights.
-        ModelError: the model cannot be loaded or padded, or the files cannot be written.
+    Raises OptionError: an unusable folder, dtype or size, or too little room; ModelError: the model cannot be loaded or
+    padded, or the files cannot be written.
     """
     if pad_to is not None:
         padded_size(pad_to)

@@ -153,12 +153,8 @@ def _key(seen: Iterable[tuple[Path, os.stat_result]]) -> str:
 def folder_of(path: Path) -> Path:
     """A cache folder with the configuration and the tokenizer of a GGUF file, and an index of its tensors.
 
-    It is kept, because converting a large vocabulary into a tokenizer takes long.
-
-    Raises:
-        ModelError: the file cannot be read, or is broken.
-        UnsupportedModelError: it is of a kind that cannot be run.
-        MissingExtraError: the package `gguf` is not installed.
+    It is kept, because converting a large vocabulary into a tokenizer takes long. Raises ModelError: the file cannot be
+    read, or is broken; UnsupportedModelError: its kind cannot be run; MissingExtraError: `gguf` is not installed.
     """
     path = path.resolve()
     key = _key((file, file.stat()) for file in parts_of(path) if file.is_file())

@@ -91,9 +91,7 @@ _DIVIDED_BY_HEADS = {"gemma2": 46, "gemma3": 62}  # number of layers of the 27B 
 class ModelKeys:
     """A file's keys about its model, without the architecture's prefix, and the shapes of its tensors.
 
-    Raises:
-        ModelError: a value is impossible.
-        UnsupportedModelError: of an architecture that is not read, or a key that cannot be applied.
+    Raises ModelError: a value is impossible; UnsupportedModelError: the architecture is not read, or a key not applied.
     """
 
     def __init__(self, path: str, fields: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -241,9 +239,8 @@ def check_positions(said: ModelKeys, model: PreTrainedModel) -> None:
 def read_config(said: ModelKeys, vocabulary: int, tokens: Mapping[str, int | None]) -> PreTrainedConfig:
     """The configuration of a file's model, with the ids of special tokens by their names in configurations.
 
-    Raises:
-        ModelError: its keys do not fit together.
-        UnsupportedModelError: a key that the model's family in transformers does not have.
+    Raises ModelError: its keys do not fit together; UnsupportedModelError: its family in transformers lacks one of
+    them.
     """
     kind = CONFIG_MAPPING[FAMILIES[said.architecture]]
     names = {*kind.__dataclass_fields__, *kind.attribute_map}

@@ -32,22 +32,15 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor.
-
-    Attributes:
-        place: transformers' name of the parameter; "" if the model has none.
-        kind: ggml's name of its type; its number if the package `gguf` has no name.
-        offset: of its first byte in the file.
-        part: index of its file in `Header.files`.
-    """
+    """The location of a tensor."""
 
     name: str
-    place: str
-    kind: str
+    place: str  # transformers' name of the parameter; "" if the model has none
+    kind: str  # ggml's name of its type; its number if the package `gguf` has no name
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of its first byte in the file
     size: int
-    part: int = 0
+    part: int = 0  # index of its file in `Header.files`
 
     def data(self, files: Sequence[BinaryIO], first: int = 0, end: int | None = None) -> NDArray[np.uint8]:
         """Bytes `[end - first, bytes of an output]` of outputs from `first` to `end`; of a vector `[bytes]`.
@@ -147,10 +140,8 @@ def parts_of(path: Path) -> list[Path]:
 def read_header(path: Path) -> Header:
     """The header of a model, all its parts together; `path` is any of them.
 
-    Raises:
-        ModelError: a file is broken, or a part is missing or of another model.
-        UnsupportedModelError: the file is big-endian.
-        MissingExtraError: the package `gguf` is not installed.
+    Raises ModelError: a file is broken, or a part is missing or of another model; UnsupportedModelError: the file is
+    big-endian; MissingExtraError: the package `gguf` is not installed.
     """
     files = parts_of(path)
     if path not in files:

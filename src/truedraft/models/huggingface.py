@@ -50,13 +50,9 @@ class HuggingFaceModel(LanguageModel):
     """Runs packed forwards through the modules of a model, or through a faster loop over its weights.
 
     The model, `module`, is switched to our attention, which needs a plan, and to evaluation without gradients, so run
-    it through `forward` only.
-
-    Args:
-        backend: makes the backend that runs the forwards; `loading.fastest_backend` takes the fastest that fits.
-        checkpoint: without it, the fingerprint of a model that may be packed is computed at once.
-
-    Raises UnsupportedModelError: the family cannot run packed; says why.
+    it through `forward` only. `backend` makes the backend that runs the forwards; `loading.fastest_backend` takes the
+    fastest that fits. Without a `checkpoint` the fingerprint of a model that may be packed is computed at once. Raises
+    UnsupportedModelError: the family cannot run packed; says why.
     """
 
     tokenizer: Tokenizer | Any  # None if there is none
@@ -187,7 +183,12 @@ class HuggingFaceModel(LanguageModel):
             if self._backend.own_threads:
                 output = self._backend.forward(segments, self.device, layers)
             else:
-                output = self._on_torch_threads(segments, layers)
+                rows = sum(len(segment.tokens) for segment in segments)
+                with torch_on_all_threads():
+                    if self._threads is None or layers:
+                        output = self._backend.forward(segments, self.device, layers)
+                    else:
+                        output = self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
         if output.logits.shape[1] == self.vocab_size:
             return output
         return ForwardOutput(output.logits[:, : self.vocab_size], output.hidden, output.layers)
@@ -216,13 +217,6 @@ class HuggingFaceModel(LanguageModel):
         whole = self._whole or self
         with self._lock:
             return self._backend.draft_chain(segment, budget, numbers, self.vocab_size, whole.vocab_size)
-
-    def _on_torch_threads(self, segments: Sequence[Segment], layers: Sequence[int]) -> ForwardOutput:
-        with torch_on_all_threads():
-            if self._threads is None or layers:
-                return self._backend.forward(segments, self.device, layers)
-            rows = sum(len(segment.tokens) for segment in segments)
-            return self._threads.run(rows, lambda: self._backend.forward(segments, self.device))
 
     def shallow(self, layers: int) -> AbstractContextManager[None]:
         return self._backend.shallow(layers)

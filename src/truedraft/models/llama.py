@@ -73,12 +73,10 @@ class RootMeanSquareNorm:
 
 
 class Rotation:
-    """Rotates heads by their rows' positions.
+    """Rotates the first `width` entries of heads by their rows' positions.
 
-    Args:
-        table: `[rows, 1, 3/2 width]`: cosines, then half of the sines.
-        width: number of first entries of a head that are rotated.
-        interleaved: whether entries are rotated with their neighbours, not those of one half with those of the other.
+    `table` `[rows, 1, 3/2 width]` has cosines, then half of the sines. If `interleaved`, entries are rotated with their
+    neighbours, not those of one half with those of the other.
     """
 
     def __init__(self, table: Tensor, width: int, interleaved: bool = False) -> None:
@@ -105,14 +103,9 @@ class Rotation:
 class RotaryTable:
     """Cosines and sines of a model's own rotary module, tabulated by position; grows by doubling.
 
-    Args:
-        rotary: called as `rotary(like, position_ids)`, it returns cosines and sines `[1, n, width]`.
-        like: a tensor with the dtype and device of the table.
-        interleaved: see `Rotation`.
-        halves: whether `rotary` returns cosines and sines of half a head, `[1, n, width / 2]`.
-
-    Attributes:
-        table: `[positions, 1, 3/2 width]`: cosines, then the first half of the sines (the second half is the same).
+    `rotary(like, position_ids)` returns cosines and sines `[1, n, width]` (`halves`: `[1, n, width / 2]`) with the
+    dtype and device of `like`. `table` is `[positions, 1, 3/2 width]`: cosines, then the first half of the sines (the
+    second half is the same). For `interleaved` see `Rotation`.
     """
 
     def __init__(
@@ -175,28 +168,19 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router chooses MLPs for each row; their outputs are summed, weighted by its probabilities.
+    """A router chooses MLPs for each row; their outputs are summed, weighted by its probabilities."""
 
-    Attributes:
-        gate: `[experts, inner, width]`, as `up`; biases `[experts, inner]` or None.
-        down: `[experts, width, inner]`; bias `[experts, width]` or None.
-        router: `[experts, width]`: gives logits; their softmax is the probabilities. Bias `[experts]` or None.
-        chosen: number of experts for each row, those of the largest probabilities.
-        normed: whether these probabilities are normalised to sum to 1.
-        clipped: whether a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7.
-    """
-
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    gate_bias: Tensor | None
+    gate: Tensor  # [experts, inner, width]
+    up: Tensor  # [experts, inner, width]
+    down: Tensor  # [experts, width, inner]
+    gate_bias: Tensor | None  # [experts, inner]
     up_bias: Tensor | None
-    down_bias: Tensor | None
-    router: Tensor
+    down_bias: Tensor | None  # [experts, width]
+    router: Tensor  # [experts, width]: gives logits; their softmax is the probabilities
     router_bias: Tensor | None
-    chosen: int
-    normed: bool
-    clipped: bool
+    chosen: int  # experts for each row, those of the largest probabilities
+    normed: bool  # whether these probabilities are normalised to sum to 1
+    clipped: bool  # a gate is g / (1 + e^(-1.702 g)), g at most 7, and the other factor 1 + u, u from -7 to 7
     holders: tuple[nn.Module, ...]
 
     @classmethod
@@ -235,39 +219,27 @@ class LlamaLayer(Generic[L]):
     """One decoder layer: norm, attention over rotated heads, residual, norm, gated MLP, residual.
 
     The four products are the loaded linear layers (`Linears`) or a backend's form of them (`Product`).
-
-    Attributes:
-        qkv: queries, keys and values of the normed rows.
-        query_norm: of each head, before rotation, as `key_norm`.
-        gate_up: both factors of the MLP.
-        activation: of the gate; `torch.nn.functional.silu` itself if it is SiLU.
-        head: entries of a head.
-        scaling: factor on products of queries and keys.
-        rotary: index of the rotary table in `Llama.rotaries`.
-        after_attention: norm of attention's output, as `after_mlp` of the MLP's.
-        experts: replace the MLP, with `gate_up` and `down` then empty.
-        sinks: `[heads]`, see `Scoring`.
     """
 
     before_attention: RootMeanSquareNorm
-    qkv: L
-    query_norm: RootMeanSquareNorm | None
+    qkv: L  # queries, keys and values of the normed rows
+    query_norm: RootMeanSquareNorm | None  # of each head, before rotation
     key_norm: RootMeanSquareNorm | None
     out: L
     before_mlp: RootMeanSquareNorm
-    gate_up: L
+    gate_up: L  # both factors of the MLP
     down: L
-    activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor]  # of the gate; `torch.nn.functional.silu` itself if it is SiLU
     heads: int
     kv_heads: int
-    head: int
-    scaling: float
+    head: int  # entries of a head
+    scaling: float  # factor on products of queries and keys
     pattern: AttentionPattern
-    rotary: int = 0
-    after_attention: RootMeanSquareNorm | None = None
+    rotary: int = 0  # index of the rotary table in `Llama.rotaries`
+    after_attention: RootMeanSquareNorm | None = None  # of attention's output
     after_mlp: RootMeanSquareNorm | None = None
-    experts: Experts | None = None
-    sinks: Tensor | None = None
+    experts: Experts | None = None  # replace the MLP, with `gate_up` and `down` then empty
+    sinks: Tensor | None = None  # [heads], see `Scoring`
 
     def with_products(self, make: Callable[[L], M]) -> LlamaLayer[M]:
         products = {name: make(getattr(self, name)) for name in ("qkv", "out", "gate_up", "down")}
@@ -291,23 +263,16 @@ class LlamaLayer(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """A loaded decoder.
+    """A loaded decoder."""
 
-    Attributes:
-        embedding: `[ids, width]`, times `scale`.
-        tied: whether the LM head's weight is the embedding.
-        uniform: whether all layers have the sizes of the first, and all weights the embedding's dtype and device; not
-            so in some pruned or adapted models.
-    """
-
-    embedding: Tensor
+    embedding: Tensor  # [ids, width], times `scale`
     scale: float
     rotaries: tuple[RotaryTable, ...]
     layers: tuple[LlamaLayer[Linears], ...]
     norm: RootMeanSquareNorm
     lm_head: nn.Linear
-    tied: bool
-    uniform: bool
+    tied: bool  # whether the LM head's weight is the embedding
+    uniform: bool  # layers have the sizes of the first, and weights one dtype and device, unless pruned or adapted
 
     @classmethod
     def of(cls, model: PreTrainedModel, patterns: Sequence[AttentionPattern]) -> Llama | None:

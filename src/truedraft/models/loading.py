@@ -43,7 +43,7 @@ from truedraft.errors import (
     first_line,
 )
 from truedraft.files import SMOLLM2, refuse_lost_model, user_path
-from truedraft.machine import dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
+from truedraft.machine import DTYPES, dtype_name, in_bytes, keep_rows_alike, pick_device, pick_dtype
 from truedraft.models import gguf, quantized_folder
 from truedraft.models.adapters import LowRank, merge_adapter, read_adapters
 from truedraft.models.attention import AttentionPattern
@@ -113,18 +113,14 @@ def load_model(
         adapter: a folder written by peft, merged into the weights for all requests.
         adapters: folders of LoRA adapters by their names in requests (`SamplingParams.adapter`).
         weights: "q8" or "q4": quantise linear weights to 8 or 4 bits at load, in groups of 32; None leaves them.
-        kv_dtype: "int8" keeps keys and values in 8 bits, with a scale for each token and head; "auto" in the model's
-            dtype.
+        kv_dtype: "int8" keeps keys and values in 8 bits, scaled by token and head; "auto" in the model's dtype.
         tensor_parallel: processes of this machine that run the model together, each with a part of its weights and
             heads. Rank 0 starts the others unless a launcher did; they run and exit in this call.
 
-    Raises:
-        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
-        UnsupportedModelError: not a causal language model, or a family that cannot run packed, be padded, or keep keys
-            and values in 8 bits.
-        OptionError: an unusable dtype, device or padding size.
-        ModelError: its files cannot be read, or an adapter does not fit it.
-        MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
+    Raises ModelNotFoundError: no such folder or name, or the hub cannot be reached; UnsupportedModelError: not a causal
+    language model, or a family that cannot run packed, be padded, or keep keys and values in 8 bits; OptionError: an
+    unusable dtype, device or padding size; ModelError: its files cannot be read, or an adapter does not fit it;
+    MissingExtraError: an adapter is given and peft is not installed, or a GGUF file and gguf is not.
     """
     log_stage(f"loading {name}")
     if weights is not None and weights not in BITS:
@@ -133,9 +129,8 @@ def load_model(
         raise UnknownOptionError.nearest("kv dtype", kv_dtype, KV_DTYPES)
     in_codes = kv_dtype == "int8"
     if tensor_parallel != 1:
-        refused = {"weights": weights, "pad_to": pad_to, "adapters": adapters, "kv_dtype": in_codes}
-        return _load_together(str(name), dtype, device, revision, fast_paths, adapter, tensor_parallel, refused)
-    loaded = _load(str(name), dtype, device, revision, fast_paths, pad_to, adapter, adapters)
+        _refuse_together(tensor_parallel, weights=weights, pad_to=pad_to, adapters=adapters, kv_dtype=in_codes)
+    loaded = _load(str(name), dtype, device, revision, fast_paths, pad_to, adapter, adapters, tensor_parallel)
     if weights is not None:
         loaded.quantize(BITS[weights])
     if in_codes:
@@ -153,36 +148,33 @@ def _load(
     pad_to: str | None,
     adapter: str | Path | None,
     adapters: Mapping[str, str | Path] | None,
+    tensor_parallel: int,
 ) -> HuggingFaceModel:
     place = pick_device(device)
     kind = pick_dtype(dtype, place)
-    keep_rows_alike(place, kind)
     if pad_to is not None:
         padded_size(pad_to)  # an unknown size is refused before anything is read
     source = resolve_source(name)
     read = partial(read_model, source, name, revision=revision, adapter=adapter, as_stored=True)
-    files = _source_files(source, revision, adapter)
+    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _source_files(source, revision, adapter))
+    if tensor_parallel != 1:
+        rest = {"fast_paths": fast_paths, "adapter": adapter and str(adapter), "tensor_parallel": tensor_parallel}
+        asked = {"name": name, "dtype": dtype_name(kind), "device": str(device), "revision": revision} | rest
+        return _load_together(source, place, read, checkpoint, asked)
+    keep_rows_alike(place, kind)
     chosen = dtype != "auto" or kind is torch.bfloat16 or place.type != "cpu" or adapters or not fast_paths
     model = None if chosen else _emulated(source, name, revision, read)
     model = read(kind) if model is None else model
     by_codes = is_quantized(model) and place.type == "cpu" and fast_paths and pad_to is None and not adapters
     patterns = _native_patterns(model) if by_codes else None
     if patterns is None:
-        if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
-            size = sum(weight.numel() for weight in model.parameters()) * model.dtype.itemsize
-            _log.warning(
-                "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
-                "memory",
-                *(name, dtype_name(model.dtype), in_bytes(size)),
-            )
-        dequantize(model)
+        _make_numbers(model, name)
     model = model.to(place)
     loras = read_adapters(model, adapters) if adapters else {}
     tokenizer = Tokenizer.load(source, revision=revision)
     backend: BackendMaker = fastest_backend if patterns is None else partial(fastest_backend, patterns=patterns)
     if loras or not fast_paths:
         backend = packed_backend(loras, fast_paths)
-    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), files)
     with quiet_transformers():
         if pad_to is not None:
             return _checked(pad_model(model, pad_to), tokenizer, padded_name(name, pad_to), backend, checkpoint)
@@ -203,6 +195,18 @@ def _load(
         return run(read(kind).to(place), kind=WholeTextBackend, fast_paths=fast_paths)
 
 
+def _make_numbers(model: PreTrainedModel, name: str) -> None:
+    """Dequantise a model, and warn of the memory that this takes."""
+    if is_quantized(model) or getattr(model, "quantized_by", None) is not None:
+        size = sum(weight.numel() for weight in model.parameters()) * model.dtype.itemsize
+        _log.warning(
+            "%s: its quantised weights are made %s at load, for no forward here runs their codes: they take %s of "
+            "memory",
+            *(name, dtype_name(model.dtype), in_bytes(size)),
+        )
+    dequantize(model)
+
+
 def _emulated(
     source: str, name: str, revision: str | None, read: Callable[[torch.dtype], PreTrainedModel]
 ) -> PreTrainedModel | None:
@@ -216,42 +220,37 @@ def _emulated(
     return None if _native_patterns(model) is None else model
 
 
-def _load_together(
-    name: str,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    revision: str | None,
-    fast_paths: bool,
-    adapter: str | Path | None,
-    count: int,
-    refused: Mapping[str, Any],
-) -> HuggingFaceModel:
+def _refuse_together(count: int, **options: Any) -> None:
     if count < 1:
         raise OptionError(f"must be 1 or more, got {count}", field="tensor_parallel")
-    if (option := next((each for each, given in refused.items() if given), None)) is not None:
+    if (option := next((each for each, given in options.items() if given), None)) is not None:
         raise OptionError(f"is for one process, and tensor_parallel is {count}; leave one of them out", field=option)
-    source = resolve_source(name)
+
+
+def _load_together(
+    source: str,
+    place: torch.device,
+    read: Callable[[torch.dtype], PreTrainedModel],
+    checkpoint: Checkpoint,
+    asked: dict[str, Any],
+) -> HuggingFaceModel:
+    """A model in several processes, each of which gets the arguments of `load_model` that were asked for."""
+    name, count, revision, kind = asked["name"], asked["tensor_parallel"], asked["revision"], DTYPES[asked["dtype"]]
     config = load_config(source, name, revision)
     method = "GGUF" if gguf.is_one(source) else quantized_folder.method_of(config)
     if method is not None:
         which = f"those of {name!r} are quantised by {method}; name the model that it was made from, in bfloat16"
         raise OptionError(f"takes weights that are not quantised, and {which}", field="tensor_parallel")
     refuse_unsharded(config, name, count)
-    place = pick_device(device)
     devices = 1 if ":" in str(place) else torch.cuda.device_count()
     if place.type == "cuda" and devices < count:
         needed = f"takes a CUDA device for each process, {count} in all"
-        raise OptionError(f"{needed}, and device {str(device)!r} gives {devices}", field="tensor_parallel")
-    kind = pick_dtype(dtype, place)
-    options = {"name": name, "dtype": dtype_name(kind), "device": place.type, "revision": revision}
-    extra = {"fast_paths": fast_paths, "adapter": None if adapter is None else str(adapter), "tensor_parallel": count}
-    ranks = Ranks.start(count, options | extra)
+        raise OptionError(f"{needed}, and device {asked['device']!r} gives {devices}", field="tensor_parallel")
+    ranks = Ranks.start(count, asked | {"device": place.type})
     place = torch.device("cuda", ranks.rank) if place.type == "cuda" else place
     keep_rows_alike(place, kind)
-    read = partial(read_model, source, name, revision=revision, adapter=adapter)
-    checkpoint = Checkpoint(partial(read, torch.bfloat16, mapped=True), _source_files(source, revision, adapter))
     model = read(kind)
-    backend = parallel_backend(ranks, place, name, fast_paths)
+    backend = parallel_backend(ranks, place, name, asked["fast_paths"])
     with quiet_transformers():
         if ranks.rank:
             follow(backend(model), ranks, place, context_of(config.get_text_config())[0])
@@ -263,9 +262,7 @@ def _load_together(
 def load_reader(name: str) -> Reader:
     """Load the tokenizer, the context length and the EOS ids of a model, without its weights.
 
-    Raises:
-        ModelNotFoundError: no such folder or name, or the hub cannot be reached.
-        ModelError: its files cannot be read, or do not say how many ids there are.
+    Raises ModelNotFoundError: there is no such name; ModelError: its files cannot be read, or name no number of ids.
     """
     source = resolve_source(name)
     config = load_config(source, name, None).get_text_config()
@@ -391,9 +388,7 @@ def _pack(model: PreTrainedModel, fast_paths: bool) -> tuple[str, ...]:
 def resolve_source(name: str) -> str:
     """The folder of an embedded name, of smollm2 or of a GGUF file; folders and hub names are returned unchanged.
 
-    Raises:
-        ModelNotFoundError: no such folder, or one without a model.
-        UnknownOptionError: no embedded model of that name.
+    Raises ModelNotFoundError: no such folder, or one without a model; UnknownOptionError: no such embedded model.
     """
     if name.startswith("embedded:"):
         return str(embedded_folder(name.removeprefix("embedded:")))
@@ -427,29 +422,20 @@ def _source_files(source: str, revision: str | None, adapter: str | Path | None)
 
 
 def read_model(
-    source: str,
+    source: str,  # from `resolve_source`
     name: str,
     dtype: torch.dtype,
     revision: str | None = None,
-    adapter: str | Path | None = None,
+    adapter: str | Path | None = None,  # folder of an adapter to merge into the weights
     *,
-    as_stored: bool = False,
-    mapped: bool = False,
+    as_stored: bool = False,  # leave matrices `quantized` if possible, unless an adapter is merged
+    mapped: bool = False,  # leave weights in their files, for callers that read each once and soon
 ) -> PreTrainedModel:
     """The model as transformers loads it, on the CPU, with exactly its weights.
 
-    Missing weights would be filled with random numbers and superfluous ones ignored, so both are refused.
-
-    Args:
-        source: from `resolve_source`.
-        adapter: folder of an adapter to merge into the weights.
-        as_stored: leave matrices `quantized` if possible, unless an adapter is merged.
-        mapped: leave weights in their files, for callers that read each once and soon.
-
-    Raises:
-        ModelNotFoundError: there is no such name.
-        UnsupportedModelError: it is no causal language model, or quantised.
-        ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
+    Missing weights would be filled with random numbers and superfluous ones ignored, so both are refused. Raises
+    ModelNotFoundError: there is no such name; UnsupportedModelError: it is no causal language model, or quantised;
+    ModelError: its files cannot be read, do not fit the configuration, or the adapter does not fit it.
     """
     config = load_config(source, name, revision)
     method = quantized_folder.method_of(config)
@@ -471,10 +457,8 @@ def read_model(
 def load_config(source: str, name: str, revision: str | None) -> Any:
     """The configuration of a resolved source.
 
-    Raises:
-        ModelNotFoundError: there is no such name.
-        UnsupportedModelError: it needs remote code.
-        ModelError: its config.json cannot be read, or names larger sizes than its weights have.
+    Raises ModelNotFoundError: there is no such name; UnsupportedModelError: it needs remote code; ModelError: its
+    config.json cannot be read, or names larger sizes than its weights have.
     """
     try:
         refuse_vast_sizes(PretrainedConfig.get_config_dict(source, revision=revision)[0], source, name, revision)

@@ -67,8 +67,7 @@ class MtpLayer:
     def forward(self, segments: Sequence[Segment], embedded: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Read pairs of a token's embedding and the vector before it, `[total, width]` each, into the caches.
 
-        Returns:
-            The layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
+        Returns the layer's output at the requested rows, `[rows, width]`, before its final norm and after it.
         """
         if self._zeroes_first:
             first = [each.cache.length + depth == 1 for each in segments for depth in each.shape.depths[each.written :]]
@@ -94,10 +93,8 @@ def brings_mtp(target: LanguageModel) -> bool:
 def read_mtp(target: LanguageModel, folder: str | None = None) -> MtpLayer:
     """The first MTP layer of a model's own files, or of a folder that `speculators` wrote.
 
-    Raises:
-        UnsupportedModelError: the model is not of files, or of a family with a layer that cannot run so.
-        ModelNotFoundError: the files hold no such layer.
-        ModelError: tensors are missing, superfluous or of other shapes; names them.
+    Raises UnsupportedModelError: the model is not of files, or its family's layer cannot run so; ModelNotFoundError:
+    there is no such layer; ModelError: tensors are missing, superfluous or of other shapes; names them.
     """
     if not isinstance(target, HuggingFaceModel) or not (folder or target.module.config.name_or_path):
         raise UnsupportedModelError(f"{target.name} was not loaded from files that could hold MTP layers")
@@ -113,12 +110,8 @@ def published_mtp(name: str, folder: str | None = None) -> tuple[dict[str, Any],
     """An MTP layer as `speculators` stores it: the configuration of the target's layers, and the layer's tensors.
 
     Tensors keep their dtype; those of separate experts are concatenated. `folder` is by default the target's own; the
-    target's other weights are not read.
-
-    Raises:
-        UnsupportedModelError: `speculators` has no layers of its family, or its layer cannot run.
-        ModelNotFoundError: the files hold no such layer.
-        ModelError: tensors are missing, superfluous, of other shapes or of several dtypes; names them.
+    target's other weights are not read. Raises what `read_mtp` does, also for several dtypes, and UnsupportedModelError
+    for a family of which `speculators` has no layers.
     """
     source = resolve_source(name)
     config = load_config(source, name, None)

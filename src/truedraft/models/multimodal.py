@@ -90,11 +90,8 @@ class MultimodalPrompt:
     def heard(cls, encoded: Mapping[str, Any], begun: Sequence[int] = ()) -> MultimodalPrompt:
         """From the output of an encoder-decoder's feature extractor for one audio clip, such as Whisper's.
 
-        Args:
-            encoded: returned with `return_tensors="pt"`.
-            begun: the decoder's first tokens, such as a language and a task; empty for its default ones.
-
-        Raises PromptError: it holds no audio, or padding.
+        `begun` are the decoder's first tokens, such as a language and a task; empty for its default ones. Raises
+        PromptError: there is no audio, or padding.
         """
         rest = dict(encoded)
         mask = rest.pop("attention_mask", None)
@@ -219,16 +216,12 @@ class Processor:
         return self._made(text, pictures, special_tokens=True)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        pictures: Sequence[Picture],
-        **how: Unpack[ChatOptions],
+        self, messages: Sequence[Mapping[str, Any]], pictures: Sequence[Picture], **how: Unpack[ChatOptions]
     ) -> MultimodalPrompt:
         """A conversation by the model's chat template, with `pictures` of its parts of type "image", in order.
 
-        Raises:
-            PromptError: the template or the processor refuses them, or they spell control tokens.
-            OptionError: see `Tokenizer.chat`.
+        Raises PromptError: the template or the processor refuses them, or they spell control tokens; OptionError: see
+        `Tokenizer.chat`.
         """
         converted: list[dict[str, Any]] = [dict(each) for each in messages]
         for each in converted:  # as lists of parts, for templates with images
@@ -266,15 +259,11 @@ class Processor:
 
 
 def read_picture(source: Path | bytes, what: str, most_pixels: int | None = None) -> Picture:
-    """An image in RGB, upright, from a file or its content; the first of several frames.
+    """An image in RGB, upright, from a file or its content, named `what` in messages; the first of several frames.
 
-    Args:
-        what: its name in messages.
-        most_pixels: upper bound, checked before decoding; None is Pillow's limit against decompression bombs.
-
-    Raises:
-        MissingExtraError: Pillow is not installed.
-        PromptError: there is no such file, it is no image, too large, or too long for its width.
+    At most `most_pixels`, checked before decoding; None is Pillow's limit against decompression bombs. Raises
+    MissingExtraError: Pillow is not installed; PromptError: there is no such file, it is no image, too large, or too
+    long for its width.
     """
     _pillow()
     from PIL import Image, ImageOps

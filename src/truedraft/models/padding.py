@@ -79,11 +79,7 @@ def padded_size(name: str) -> PaddedSize:
 
 
 def pad_model(
-    model: PreTrainedModel,
-    size: str | PaddedSize,
-    *,
-    seed: int = 0,
-    on_layer: Callable[[int, int], None] | None = None,
+    model: PreTrainedModel, size: str | PaddedSize, *, seed: int = 0, on_layer: Callable[[int, int], None] | None = None
 ) -> LlamaForCausalLM:
     """The same function at the cost of a larger model; the model itself is not changed.
 
@@ -97,10 +93,8 @@ def pad_model(
         seed: of the added weights.
         on_layer: called after each layer with the number of finished layers and of all.
 
-    Raises:
-        UnknownOptionError: no such size.
-        OptionError: a size smaller than the model, or one that its heads do not fit.
-        UnsupportedModelError: not a Llama, or a quantized one.
+    Raises UnknownOptionError: no such size; OptionError: one smaller than the model, or that its heads do not fit;
+    UnsupportedModelError: not a Llama, or a quantized one.
     """
     config = padded_config(model, size)
     assert isinstance(model, LlamaForCausalLM)  # padded_config refuses others
@@ -187,8 +181,8 @@ def padding_note(parameters: int, size: str) -> str:
 def padding_of(model: PreTrainedModel) -> dict[str, Any]:
     """What the configuration of a padded model records, also when it was saved and loaded again; empty for others.
 
-    Keys: `parameters`, `layers` and `width` of the original, the `size` it was padded to, and after an export the
-    original's `fingerprint`.
+    Keys: the original's `parameters`, `layers` and `width`, the `size`, and after an export the original's
+    `fingerprint`.
     """
     return getattr(model.config, _RECORD, None) or {}
 
@@ -210,11 +204,7 @@ def padded_name(name: str, size: str) -> str:
 
 
 def unpadded_name(name: str) -> str:
-    """The name of a padded model's original; the name itself if it is not padded.
-
-    >>> unpadded_name("embedded:target padded to 500M")
-    'embedded:target'
-    """
+    """The name of a padded model's original; the name itself if it is not padded."""
     return name.partition(_NAME)[0]
 
 
@@ -261,12 +251,7 @@ def choose_heads(heads: int, kv_heads: int, head_size: int, width: int) -> tuple
     """Query heads and key/value heads of a padded layer; None if these heads do not fit its width.
 
     As wide as the layer, or the next smaller width that its heads divide, with at least as many query heads for each
-    key/value head as before.
-
-    >>> choose_heads(6, 2, 64, 1536)
-    (24, 8)
-    >>> choose_heads(10, 2, 64, 768)  # groups of 5 become groups of 6
-    (12, 2)
+    key/value head as before: 6 and 2 heads of 64 become 24 and 8 in 1,536; groups of 5 become groups of 6 in 768.
     """
     group = heads // kv_heads
     for padded in range(width // head_size, heads - 1, -1):
@@ -283,9 +268,6 @@ def head_places(heads: int, kv_heads: int, padded_heads: int, padded_kv_heads: i
 
     Query head i reads key/value head i // group. With 4 query and 2 key/value heads the groups are (0, 1) and (2, 3);
     padded to 9 and 3 they are (0, 1, 2), (3, 4, 5) and (6, 7, 8). So heads 0 and 1 stay, heads 2 and 3 become 3 and 4.
-
-    >>> head_places(4, 2, 9, 3)
-    [0, 1, 3, 4]
     """
     group, padded_group = heads // kv_heads, padded_heads // padded_kv_heads
     return [head // group * padded_group + head % group for head in range(heads)]

@@ -39,26 +39,16 @@ class Scheme(Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[out, in]` of codes.
+    """A weight `[out, in]` of codes."""
 
-    Attributes:
-        bits: of a code: 4, 5, 6 or 8.
-        codes: `[out, in]`, uint8, from 0.
-        scales: float16, `[out, groups]`, of NESTED and HALVES `[out, heads]`; of WIDE and WIDE_ZEROED float32.
-        shifts: float16, shape of `scales`; None except in SHIFTED and NESTED.
-        inner: uint8, `[out, groups]`: inner scales of NESTED, zeros of ZEROED; HALVES: int8 `[out, 2 groups]`.
-        lesser: uint8, `[out, groups]`: inner shifts of NESTED; or None.
-        order: `[in]`, int32: the input that each column multiplies, if groups are not contiguous; or None.
-    """
-
-    bits: int
+    bits: int  # of a code: 4, 5, 6 or 8
     scheme: Scheme
-    codes: Tensor
-    scales: Tensor
-    shifts: Tensor | None = None
-    inner: Tensor | None = None
-    lesser: Tensor | None = None
-    order: Tensor | None = None
+    codes: Tensor  # [out, in], uint8, from 0
+    scales: Tensor  # [out, groups], float16; of NESTED and HALVES [out, heads]; of WIDE and WIDE_ZEROED float32
+    shifts: Tensor | None = None  # as `scales`, of SHIFTED and NESTED
+    inner: Tensor | None = None  # [out, groups], uint8: inner scales of NESTED, zeros; HALVES: int8 [out, 2 groups]
+    lesser: Tensor | None = None  # [out, groups], uint8: inner shifts of NESTED
+    order: Tensor | None = None  # [in], int32: the input that each column multiplies, if groups are not contiguous
 
     def __len__(self) -> int:
         return len(self.codes)

@@ -67,19 +67,12 @@ def not_read(name: str, what: str) -> UnsupportedModelError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The format of a folder's codes, from config.json.
+    """The format of a folder's codes, from config.json."""
 
-    Attributes:
-        bits: possible numbers of bits of a code.
-        groups: possible numbers of inputs that share a scale; 0 for all of them.
-        others: whether some layers have other bits.
-        zeros_less_one: whether zeros are stored less one, as in GPTQ's first format.
-    """
-
-    bits: tuple[int, ...]
-    groups: tuple[int, ...] = (0,)
-    others: bool = False
-    zeros_less_one: bool = False
+    bits: tuple[int, ...]  # possible numbers of bits of a code
+    groups: tuple[int, ...] = (0,)  # possible numbers of inputs that share a scale; 0 for all of them
+    others: bool = False  # whether some layers have other bits
+    zeros_less_one: bool = False  # whether zeros are stored less one, as in GPTQ's first format
 
 
 def gptq(tensors: LayerTensors, layout: Layout) -> StoredWeight:

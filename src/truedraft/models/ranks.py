@@ -1,11 +1,9 @@
 """Processes of one machine that run one model together: how they connect, their messages, and their parts of weights.
 
 Rank 0 starts the others, unless a launcher such as `torchrun` started all. They use Gloo, and NCCL, too, for parts on
-GPUs. A process that dies closes its connections, so that waiting ones fail at once.
-
-Weights are cut by transformers' plan for the family: `colwise` layers have a part of their outputs in each process,
-`rowwise` ones a part of their inputs, with summed results. Megatron-LM (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053), section 3.
+GPUs. A process that dies closes its connections, so that waiting ones fail at once. Weights are cut by transformers'
+plan for the family: `colwise` layers have a part of their outputs in each process, `rowwise` ones a part of their
+inputs, with summed results (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -59,9 +57,8 @@ class Ranks:
     def start(cls, count: int, options: Mapping[str, Any]) -> Ranks:
         """Start processes that call `load_model` with the JSON values `options`, or join those of a launcher.
 
-        Raises:
-            OptionError: a launcher started another number of processes, or this is the second model of its processes.
-            ModelError: its rank 0 is not found.
+        Raises OptionError: a launcher started another number of them, or for a second model; ModelError: rank 0 is not
+        found.
         """
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1:
@@ -233,10 +230,8 @@ def refuse_unsharded(config: Any, name: str, count: int) -> None:
 def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]:
     """Cut a whole model's weights down to this process's part, in memory; its config records the number of parts.
 
-    Returns:
-        A function that makes its modules join their parts; call it after packing, which its hooks would prevent.
-
-    Raises UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
+    Returns a function that makes its modules join their parts, for after packing, which its hooks would prevent. Raises
+    UnsupportedModelError: the plan has an unsupported style, or a width cannot be cut into equal parts.
     """
     plan = model.tp_plan
     unknown = sorted(set(plan.values()) - _OUTPUTS - _SUMMED - _UNSHARDED)
@@ -289,11 +284,7 @@ def shard(model: PreTrainedModel, name: str, ranks: Ranks) -> Callable[[], None]
 
 
 def _generic(path: str) -> str:
-    """A path in the form of plans.
-
-    >>> _generic("model.layers.11.mlp.fc1")
-    'model.layers.*.mlp.fc1'
-    """
+    """A path in the form of plans: "model.layers.11.mlp.fc1" is "model.layers.*.mlp.fc1"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 

@@ -2,11 +2,9 @@
 
 transformers' own modules compute them. A token starts from its parent's state, as in plain decoding, so its bits do not
 depend on the other tokens of the forward. All tokens at one depth, of all requests, go through a module as one batch;
-its input and output projections are computed once for all tokens, which reads their weights only once.
-
-Prompt tokens are read in pieces that end at fixed positions, so that their bits do not depend on the chunks.
-
-The state after every token is kept until the request's next commit, so a rejected draft costs no forward.
+its input and output projections are computed once for all tokens, which reads their weights only once. Prompt tokens
+are read in pieces that end at fixed positions, so that their bits do not depend on the chunks. The state after every
+token is kept until the request's next commit, so a rejected draft costs no forward.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 A request is the source, then the decoder's start token, then the answer. So a drafter sees the source before the
 answer, and prompt lookup copies from it. The tokens mark the end of the source: the first decoder start token; if that
-is also the end token, as in BART, the first place where it follows another.
-
-An audio source is represented by one placeholder for each vector of the encoder, all of one id, and ends at the first
-other id. The layout of the feature extractor's output, its required length, and how far the convolutions shorten it are
-determined from the encoder itself.
+is also the end token, as in BART, the first place where it follows another. An audio source is one placeholder for each
+vector of the encoder, and ends at the first other id. The layout of the feature extractor's output, its required
+length, and how far the convolutions shorten it are determined from the encoder itself.
 """
 
 from __future__ import annotations
@@ -32,22 +30,14 @@ _ENDLESS = 2**20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
-    """The input of an audio encoder, and the number of vectors that it makes of it.
+    """The input of an audio encoder, and the number of vectors that it makes of it."""
 
-    Attributes:
-        name: its keyword: `input_features` or `input_values`.
-        bands: entries for each moment: bands of a spectrum, or 1 for the waveform.
-        limit: most vectors that the encoder makes.
-        moments: required number of moments; None if it is free.
-        vectors_of: the number of vectors of a number of moments.
-    """
-
-    name: str
-    bands: int
-    limit: int
-    moments: int | None
+    name: str  # its keyword: `input_features` or `input_values`
+    bands: int  # entries for each moment: bands of a spectrum, or 1 for the waveform
+    limit: int  # most vectors that the encoder makes
+    moments: int | None  # required number of moments; None if it is free
     example: Tensor
-    vectors_of: Callable[[int], int]
+    vectors_of: Callable[[int], int]  # the number of vectors of a number of moments
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sound:
@@ -105,21 +95,13 @@ class Sound:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The layout of one encoder-decoder's texts.
+    """The layout of one encoder-decoder's texts."""
 
-    Attributes:
-        start: the decoder's start token.
-        end: the token that ends texts.
-        forced: tokens that the decoder must write first (a language, in many translators).
-        limit: most tokens of a text source, and most after any source.
-        sound: the encoder's audio input; None for one that reads text.
-    """
-
-    start: int
-    end: int
-    forced: tuple[int, ...]
-    limit: int
-    sound: Sound | None = None
+    start: int  # the decoder's start token
+    end: int  # the token that ends texts
+    forced: tuple[int, ...]  # tokens that the decoder must write first (a language, in many translators)
+    limit: int  # most tokens of a text source, and most after any source
+    sound: Sound | None = None  # the encoder's audio input; None for one that reads text
 
     @classmethod
     def of(cls, model: PreTrainedModel, limit: int) -> Sources:
@@ -179,13 +161,10 @@ class Sources:
         return None
 
     def text(self, source: Sequence[int], *, continues: bool = False) -> list[int]:
-        """The first tokens of a request with a text source.
+        """The first tokens of a request with a text source: the encoder's tokens, with the end token of its tokenizer.
 
-        Args:
-            source: the encoder's tokens, with the end token of its tokenizer.
-            continues: whether the source may already be followed by the decoder's first tokens.
-
-        Raises PromptError: there is none, it is too long, or its end is ambiguous.
+        If it `continues`, they may already be followed by the decoder's first tokens. Raises PromptError: there is no
+        source, it is too long, or its end is ambiguous.
         """
         ids = list(source)
         length = self.length(ids)

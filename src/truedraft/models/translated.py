@@ -20,10 +20,8 @@ class TranslatedModel(LanguageModel):
     """Presents a draft in the vocabulary of a target with another tokenizer; `translation` is between the two.
 
     The target's tokens are spelled in one or several of the draft's ids. The draft's distribution is that of the shared
-    ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly.
-
-    Raises:
-        VocabularyMismatchError, CompositionError: see `translation_between`.
+    ids, renormalised: an ordinary distribution over the target's ids, so samples from it are verified exactly. Raises
+    what `translation_between` does.
     """
 
     def __init__(self, draft: LanguageModel, target: LanguageModel) -> None:
@@ -106,9 +104,8 @@ class TranslatedModel(LanguageModel):
 def translation_between(draft: LanguageModel, target: LanguageModel) -> Translation:
     """The translation between the ids of a target and those of a draft with another tokenizer.
 
-    Raises:
-        VocabularyMismatchError: one of them has no tokenizer, or they share next to nothing.
-        CompositionError: the draft is an encoder-decoder.
+    Raises VocabularyMismatchError: one has no tokenizer, or they share next to nothing; CompositionError: the draft is
+    an encoder-decoder.
     """
     if draft.tokenizer is None or target.tokenizer is None:
         without = draft if draft.tokenizer is None else target

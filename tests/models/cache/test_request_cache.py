@@ -11,7 +11,8 @@ from storages import CALLS, HEADS, KEY_WIDTH, LIMIT, POOLS, VALUE_WIDTH, assert_
 from torch import Tensor
 
 from truedraft.errors import CacheError
-from truedraft.models.cache import CachePool, RequestCache, key_span
+from truedraft.machine import has_bfloat16
+from truedraft.models.cache import WIDEST_GAP, CachePool, RequestCache, key_span
 from truedraft.models.cache.buffers import Buffers
 
 
@@ -19,12 +20,6 @@ from truedraft.models.cache.buffers import Buffers
 def pool(request: pytest.FixtureRequest) -> CachePool:
     """Of either storage: what a cache promises holds of both."""
     return POOLS[request.param]()
-
-
-def test_a_new_cache_is_empty(pool: CachePool) -> None:
-    cache = pool.acquire()
-    assert (cache.length, cache.capacity, cache.uncommitted, cache.n_bytes) == (0, 0, 0, 0)
-    assert cache.entries() == []
 
 
 def test_tokens_count_only_once_committed(pool: CachePool) -> None:
@@ -38,13 +33,6 @@ def test_tokens_count_only_once_committed(pool: CachePool) -> None:
     assert cache.uncommitted == 0
     moved = [keys.data_ptr() for keys, _ in cache.entries()] != before
     assert not moved or not isinstance(cache.storage, Buffers) or cache.storage.coded
-
-
-def test_the_next_forward_overwrites_what_was_not_kept(pool: CachePool) -> None:
-    cache = filled(pool, [1, 2, 3])
-    forward(cache, [7, 8, 9])
-    cache.commit([0])
-    assert_holds(forward(cache, [4]), [1, 2, 3, 7, 4])
 
 
 @pytest.mark.parametrize(
@@ -74,25 +62,10 @@ def test_a_tree_is_written_level_by_level(pool: CachePool) -> None:
     forward(cache, [3, 4])
     views = forward(cache, [5, 6, 7], written=2)
     assert_holds(views, [1, 2, 3, 4, 5, 6, 7])
+    assert_holds(forward(cache, [5, 6, 7], written=2), [1, 2, 3, 4, 5, 6, 7])  # upon a part of what was written
     assert cache.uncommitted == 5
     cache.commit([1, 3])
     assert_holds(cache.entries(), [1, 2, 4, 6])
-
-
-def test_a_forward_may_build_on_a_part_of_what_was_written(pool: CachePool) -> None:
-    cache = filled(pool, [1])
-    forward(cache, [2, 3, 4])
-    assert_holds(forward(cache, [9], written=2), [1, 2, 3, 9])
-    assert cache.uncommitted == 3
-
-
-def test_buffers_double_and_keep_their_content() -> None:
-    cache = filled(CachePool(LIMIT), range(200))
-    assert cache.capacity == 256
-    forward(cache, range(200, 257))
-    assert cache.capacity == 512
-    cache.commit(range(57))
-    assert_holds(cache.entries(), range(257))
 
 
 def test_growth_keeps_uncommitted_nodes_of_earlier_forwards() -> None:
@@ -252,3 +225,31 @@ def test_growth_that_memory_ends_is_begun_again(monkeypatch: pytest.MonkeyPatch,
     sizes = {keys.shape[2] for keys in storage._keys} | {values.shape[1] for values in storage._values}
     assert sizes == {storage.capacity}
     assert_holds(forward(cache, [4, 5]), [1, 2, 3, 4, 5])
+
+
+def test_there_are_few_spans_and_each_holds_its_positions() -> None:
+    assert [key_span(length) for length in (1, 64, 65, 512, 513, 1088, 1089)] == [64, 64, 128, 512, 1088, 1088, 1152]
+    assert len({key_span(length) for length in range(1, 2049)}) == 8 + 16
+    for length in range(1, 3000):
+        span = key_span(length)
+        assert 0 <= span - length <= WIDEST_GAP
+        assert key_span(span) == span
+        assert key_span(length + 1) >= span
+
+
+@pytest.mark.skipif(not has_bfloat16(torch.device("cpu")), reason="this CPU has no instructions for bfloat16 products")
+@pytest.mark.parametrize("length", [1, 60, 130, 400, 511, 512, 600, 1000, 1030, 1088, 1500, 2500])
+def test_weights_of_zero_behind_do_not_change_a_bit(length: int) -> None:
+    """A product over any longer span gives the same bits, and so does each pair of rows by itself."""
+    generator = torch.Generator().manual_seed(length)
+    longest = 4096
+    values = torch.randn(4, longest, 64, generator=generator).bfloat16()
+    span = key_span(length)
+    for rows in (2, 3, 8, 15, 16, 48):
+        weights = torch.zeros(4, rows, longest, dtype=torch.bfloat16)
+        weights[:, :, :length] = torch.softmax(2 * torch.randn(4, rows, length, generator=generator), -1).bfloat16()
+        mixed = torch.bmm(weights[:, :, :span].contiguous(), values[:, :span])
+        for longer in {key_span(length + more) for more in (16, 70, 300, 1000, 2000)}:
+            assert torch.bmm(weights[:, :, :longer].contiguous(), values[:, :longer]).equal(mixed), (rows, longer)
+        pair = torch.bmm(weights[:, :2, :span].contiguous(), values[:, :span])
+        assert pair.equal(mixed[:, :2]), rows

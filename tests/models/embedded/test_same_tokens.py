@@ -17,13 +17,12 @@ from support.embedded_models import embedded
 from truedraft import Answer, Engine, SamplingParams
 from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.machine import has_bfloat16
+from truedraft.models import HuggingFaceModel, LanguageModel
 from truedraft.models.backends.fused import FusedBackend
 from truedraft.models.backends.native import NativeBackend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import heldout_prompts_file
-from truedraft.models.huggingface import HuggingFaceModel
 
 needs_bfloat16 = pytest.mark.skipif(
     built(torch.bfloat16).library is None and not has_bfloat16(torch.device("cpu")),

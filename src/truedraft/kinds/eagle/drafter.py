@@ -24,7 +24,7 @@ from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.models.attention import ForwardPlan, Scoring
 from truedraft.models.backends.graphs.heads import GraphPairs, Grow
 from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS, Outputs, Recorder
-from truedraft.models.backends.native.pairs import NativePairs
+from truedraft.models.backends.native.backend import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import CachePool, RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable

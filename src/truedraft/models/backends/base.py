@@ -26,31 +26,23 @@ from truedraft.models.multimodal import input_names_of
 class Backend(ABC):
     """Computes packed forwards of one loaded model, one at a time. Unsupported requests raise `UnsupportedModelError`.
 
-    Attributes that a `LanguageModel` does not have:
-        least_rows: plans are padded to this many tokens and rows, because kernels treat very short products differently
-            and a row must not depend on the number of other rows (docs/lossless.md, row invariance).
-        any_threads: whether up to 32 rows have the same bits on any number of torch's threads.
-        own_threads: whether forwards run on threads that are not torch's.
-        weight_bytes: bytes of weights that a forward reads; 0 where they are the model's own.
-        bits: fewest bits of a linear weight; 0 where all are of the model's dtype.
-        rows_vary: whether a row's last bits may depend on the tokens after it, even if a few forwards show no such
-            case.
-        reads_codes: whether keys and values may be codes of 8 bits, `CodedBuffers`.
+    Plans are padded to `least_rows` tokens and rows, because kernels treat very short products differently and a row
+    must not depend on the number of other rows (docs/lossless.md, row invariance).
     """
 
     fast_paths: tuple[str, ...]
     least_rows: int
-    any_threads: bool = False
-    own_threads: bool = False
+    any_threads: bool = False  # up to 32 rows have the same bits on any number of torch's threads
+    own_threads: bool = False  # forwards run on threads that are not torch's
     note: str | None = None
     shown_layers: int = 0
     adapters: tuple[str, ...] = ()
     input_names: frozenset[str] = frozenset()
-    weight_bytes: int = 0
-    bits: int = 0
+    weight_bytes: int = 0  # that a forward reads; 0 where they are the model's own
+    bits: int = 0  # fewest of a linear weight; 0 where all are of the model's dtype
     failure: str | None = None
-    rows_vary: bool = False
-    reads_codes: bool = False
+    rows_vary: bool = False  # a row's last bits may depend on the tokens after it, even if a few forwards hide it
+    reads_codes: bool = False  # keys and values may be codes of 8 bits, `CodedBuffers`
     warmups: int = 0
     records_chains: bool = False
     draws_chains: bool = False

@@ -5,9 +5,7 @@ a chain. A chain costs one forward, and a tree one per leaf; every token is comp
 
 Where a cache cannot be rolled back entry by entry, drafted tokens are read on a copy of it, which is dropped after a
 rejection and becomes the cache if all of them are accepted. Committed tokens that it lacks are read together with the
-drafted ones. Plain decoding copies nothing.
-
-A model without any cache that could be rolled back or copied reads the whole text again at every step.
+drafted ones. Plain decoding copies nothing. A model without any such cache reads the whole text again at every step.
 """
 
 from __future__ import annotations

@@ -112,10 +112,7 @@ class Buffers:
     def addressed(
         self, calls: int, kv_heads: int, key_width: int, value_width: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers of `calls` attention calls, which a forward writes by address until `generation` changes.
-
-        Raises CacheError: they exist, with another number or other sizes.
-        """
+        """The buffers of `calls` attention calls, to write by address until `generation` changes; or CacheError."""
         like = torch.empty(0, dtype=dtype, device="cpu")
         for _ in range(len(self._keys), calls):
             self._add(like, kv_heads, key_width, value_width)
@@ -139,14 +136,12 @@ class Buffers:
     def write_path(
         self, call: int, length: int, path: Sequence[int], keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write the last tokens of a path of uncommitted ones, and read all that the last of them follows.
+        """Write the last tokens of a path of uncommitted ones, ascending indices, and read all that the last of them
+        follows.
 
-        Worked example: `write_path(0, 10, [0, 2, 3], keys, values)` of one new token writes position 13 and returns the
-        entries `[kv_heads, tokens, width]` of positions 0 to 9, 10, 12 and 13: views if the path is a chain.
-
-        Args:
-            path: indices of uncommitted tokens, ascending; the last ones are new.
-            keys: `[kv_heads, new, width]`, as `values`.
+        Worked example: `write_path(0, 10, [0, 2, 3], keys, values)` of one new token, `[kv_heads, new, width]` each,
+        writes position 13 and returns the entries `[kv_heads, tokens, width]` of positions 0 to 9, 10, 12 and 13: views
+        if the path is a chain.
         """
         self._make(call, keys, values)
         all_keys, all_values = self._keys[call], self._values[call]

@@ -1,11 +1,9 @@
 """What a model family stores for a text in addition to keys and values, and how much of it another request can share.
 
 Most families store nothing: a request can continue from any prefix. Every entry of an encoder's text depends on all of
-it. Prompts with images may have other position numbers.
-
-Recurrences and short convolutions carry a state with no entries that a commit could move. So a forward keeps the state
-after every token it wrote, and a commit keeps that after the last accepted token. Requests with a common prefix share
-the states at the *edges* of a prompt: after each of its pieces, which end at fixed positions, and before its last
+it. Recurrences and short convolutions carry a state with no entries that a commit could move. So a forward keeps the
+state after every token it wrote, and a commit keeps that after the last accepted token. Requests with a common prefix
+share the states at the *edges* of a prompt: after each of its pieces, which end at fixed positions, and before its last
 token.
 """
 
@@ -120,27 +118,16 @@ class CarriedStates:
 
 @dataclass(slots=True, eq=False)
 class FamilyState:
-    """What a model family stores in one request's cache.
+    """What a model family stores in one request's cache."""
 
-    Attributes:
-        carries: whether layers of the model carry states.
-        encodes: whether the first tokens are an encoder's text; cross-attention reads its entries.
-        source: ids of the encoder's text received so far.
-        memory: number of first tokens that are that text; 0 until it is encoded.
-        shift: added to the position of every token after the prompt, where images take fewer positions than tokens.
-        unshareable: whether no request can share this prefix, because the last prompt token was computed as part of a
-            text.
-        auxiliary: what a model stores of the text in a format of its own, with its `n_bytes`; or None.
-    """
-
-    carries: bool = False
-    encodes: bool = False
+    carries: bool = False  # layers carry states
+    encodes: bool = False  # the first tokens are an encoder's text; cross-attention reads its entries
     carried: CarriedStates = field(default_factory=CarriedStates)
-    source: list[int] = field(default_factory=list)
-    memory: int = 0
-    shift: int = 0
-    unshareable: bool = False
-    auxiliary: Any = None
+    source: list[int] = field(default_factory=list)  # ids of the encoder's text received so far
+    memory: int = 0  # tokens of that text; 0 until it is encoded
+    shift: int = 0  # added to positions after the prompt, where images take fewer positions than tokens
+    unshareable: bool = False  # the last prompt token was computed as part of a text, so nobody can share it
+    auxiliary: Any = None  # what a model stores in a format of its own, with its `n_bytes`
 
     @property
     def n_bytes(self) -> int:

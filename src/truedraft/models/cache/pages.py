@@ -38,11 +38,9 @@ _MOST_COUNTS = 64  # cached sets of block tables
 class Pages:
     """The tensor, and the number of holders of each page. Page 0 is scratch for rows of padding.
 
-    Attributes:
-        generation: rises whenever the tensor moved; addresses taken before are invalid.
-        shares: rises whenever a block table gets a page that others hold, or gives back one that they keep.
-        reserved: number of reservations of all pages (`reserve`); while it is not 0, the tensor never moves.
-        lock: held while pages are taken or moved; a forward holds it until its work is queued on the device.
+    `generation` rises whenever the tensor moved, `shares` whenever a block table gets a page that others hold, or gives
+    back one that they keep. While `reserved`, the number of reservations of all pages, is not 0, the tensor never
+    moves. `lock` is held while pages are taken or moved; a forward holds it until its work is queued on the device.
     """
 
     def __init__(self, calls: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -319,10 +317,7 @@ class PageTable:
             self.pages.move(rows_at(self.table, source), rows_at(self.table, target))
 
     def drop(self, first: int, count: int, length: int) -> None:
-        """Give back the pages of `count` of `length` tokens from the place `first` on; both are whole pages.
-
-        `count` may also end with the last token.
-        """
+        """Give back the pages of `count` tokens from `first` on: whole pages, or up to the last of `length` tokens."""
         self._check_open()
         start, end = first // PAGE, pages_for(first + count)
         with self.pages.lock:

@@ -2,10 +2,8 @@
 
 The entries of one request serve another bit for bit. They are copied from a running request, or from blocks that were
 kept of earlier requests. Requests of different scopes, such as the API keys of a server's clients, share nothing,
-because the time to the first token would reveal what others sent.
-
-Prompts with images or audio share only while they run, and only with equal ones: their scope holds a digest of all
-inputs.
+because the time to the first token would reveal what others sent. Prompts with images or audio share only while they
+run, and only with equal ones: their scope holds a digest of all inputs.
 """
 
 from __future__ import annotations
@@ -56,13 +54,9 @@ class _Block:
 class PrefixCache:
     """The prefixes of one model's requests.
 
-    Args:
-        most_bytes: of kept blocks of finished requests (least recently used are dropped first); 0 keeps none.
-
-    Attributes:
-        shares: whether anything is shared at all; may be changed, as `most_bytes`.
-        n_bytes: of blocks that are kept now.
-        copied: tokens that were copied instead of computed, over all requests.
+    Up to `most_bytes` of blocks of finished requests are kept, the least recently used dropped first; 0 keeps none.
+    Nothing is shared at all unless `shares`. Both may be changed. `n_bytes` are kept now; `copied` tokens were copied
+    instead of computed, over all requests.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
@@ -78,20 +72,12 @@ class PrefixCache:
         self._lock = threading.RLock()  # another engine of this model may request pages that are kept here
 
     def join(
-        self,
-        number: int,
-        cache: RequestCache,
-        tokens: Sequence[int],
-        scope: Hashable = None,
-        prompt: int | None = None,
+        self, number: int, cache: RequestCache, tokens: Sequence[int], scope: Hashable = None, prompt: int | None = None
     ) -> None:
-        """Add a request that starts, or continues with a new cache.
+        """Add a request that starts, or continues with a new cache, by a `number` until `leave`.
 
-        Args:
-            number: its id until `leave`.
-            tokens: its text; the caller owns and extends it.
-            scope: requests share only within a scope.
-            prompt: number of tokens that are read as a prompt; None is all of them.
+        The caller owns and extends `tokens`, its text, of which the first `prompt` (None: all) are read as a prompt.
+        Requests share only within a `scope`.
         """
         self._members[number] = _Member(cache, tokens, scope, prompt)
 
@@ -253,11 +239,7 @@ def _parts(blocks: Sequence[_Block], first: int, end: int) -> list[tuple[Entries
 
 
 def _alike(left: Sequence[int], right: Sequence[int]) -> int:
-    """The length of the common prefix of two texts.
-
-    >>> _alike([1, 2, 3, 4], [1, 2, 3, 5, 6]), _alike([1, 2], [1, 2, 3]), _alike([1], [2])
-    (3, 2, 0)
-    """
+    """The length of the common prefix of two texts."""
     if left[:1] != right[:1]:
         return 0
     low, high = 0, min(len(left), len(right))

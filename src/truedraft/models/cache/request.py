@@ -104,15 +104,9 @@ class RequestCache:
     """Keys and values of one request, for every attention call of a model.
 
     Positions `0 .. length - 1` hold committed tokens. A forward writes its tokens after them; they count only once
-    `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it.
-
-    Attributes:
-        family: what the model stores in addition to keys and values.
-        limit: tokens beyond which memory grows only as far as it must: the model's context, or less.
-        length: number of committed tokens.
-        uncommitted: number of tokens that forwards wrote after these.
-        dropped: number of committed tokens, from `FIRST` on, that are not stored any more.
-        bounds: what is stored of a long text; None: all of it.
+    `commit` keeps some. Rollback sets the length; states of layers go back to the last edge before it. Beyond `limit`
+    tokens (the model's context, or less) memory grows only as far as it must. Of a long text no more than `bounds` is
+    stored: `dropped` committed tokens, from `FIRST` on, are not stored any more.
     """
 
     def __init__(self, limit: int, family: FamilyState | None = None, storage: Storage | None = None) -> None:
@@ -245,29 +239,12 @@ class RequestCache:
 
 
 class CachePool:
-    """Hands out request caches and takes them back; their buffers are kept.
+    """Hands out request caches of up to `limit` tokens and takes them back; the buffers of up to `keep` are kept."""
 
-    Args:
-        limit: tokens of one request (the model's context).
-        keep: most free caches that are kept; more are dropped.
-        storage: makes the storage of a cache.
-
-    Attributes:
-        in_use: number of caches that were not given back.
-        drops: whether its caches can have a bounded context.
-        states: largest number of states of all layers for one request, those after drafted tokens included.
-        position_bytes: of one key/value position; 0 until measured.
-        state_bytes: of the states of all layers after one token; 0 until measured.
-        kept_bytes: of caches that wait for the next request.
-        most_bytes: of all caches together, if they are in one block of fixed size; else None.
-        held_bytes: of requests and of kept prefixes in one block; shared ones count once.
-        lost: pages without an owner after all caches were given back: 0 unless there is a bug.
-    """
-
-    kept_bytes: int = 0
-    most_bytes: int | None = None
-    held_bytes: int = 0
-    lost: int = 0
+    kept_bytes: int = 0  # of caches that wait for the next request
+    most_bytes: int | None = None  # of all caches together, if they are in one block of fixed size
+    held_bytes: int = 0  # of requests and of kept prefixes in one block; shared ones count once
+    lost: int = 0  # pages without an owner after all caches were given back: 0 unless there is a bug
 
     def __init__(
         self,
@@ -283,15 +260,15 @@ class CachePool:
         self._keep = keep
         self.carries = carries
         self.encodes = encodes
-        self.drops = drops and not (carries or encodes)
+        self.drops = drops and not (carries or encodes)  # whether its caches can have a bounded context
         self._free: list[RequestCache] = []
         # Several engines may share a model. The lock is reentrant, because an allocation here may end a forgotten
         # stream, which releases its cache.
         self._lock = threading.RLock()
-        self.in_use = 0
-        self.states = 1 + MOST_EDGES
-        self.position_bytes = 0
-        self.state_bytes = 0
+        self.in_use = 0  # caches that were not given back
+        self.states = 1 + MOST_EDGES  # most states of all layers for one request, those after drafted tokens included
+        self.position_bytes = 0  # of one key/value position; 0 until measured
+        self.state_bytes = 0  # of the states of all layers after one token; 0 until measured
 
     def acquire(self) -> RequestCache:
         with self._lock:

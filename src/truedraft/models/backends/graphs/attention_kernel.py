@@ -41,45 +41,29 @@ _LOG2_E = math.log2(math.e)
 
 
 def paged_attention(
-    query: Tensor,
-    keys: Tensor,
+    query: Tensor,  # [rows, heads, width], contiguous; overwritten
+    keys: Tensor,  # [pages, page, kv_heads, width], contiguous
     values: Tensor,
-    table: Tensor,
-    tiles: Tensor,
-    tile_end: Tensor,
-    length: Tensor,
-    until: Tensor,
-    first: Tensor,
-    path: Tensor,
-    scaling: float,
-    tile: int,
-    span: int,
+    table: Tensor,  # [requests, pages of a request], int32: pages in the order of positions
+    tiles: Tensor,  # [tiles, 3], int32: request, first row and number of rows, up to `tile`; 0 rows for padding
+    tile_end: Tensor,  # [tiles], int32: end of the positions that the tile's rows see; 0 for padding
+    length: Tensor,  # [requests], int32: committed tokens
+    until: Tensor,  # [rows], int32
+    first: Tensor,  # [rows], int32
+    path: Tensor,  # [rows, words], int64; no words where all requests are chains
+    scaling: float,  # factor on products of queries and keys
+    tile: int,  # most rows of a tile
+    span: int,  # most positions of a request
 ) -> Tensor:
     """Attention of rows to the keys of their own request. It never waits for the device and can be recorded.
 
     A row sees positions `first <= j < until`, and of its request's uncommitted nodes, node n at position `length + n`,
     those with their bit set in `path`. Query head h reads key head `h // (heads / kv_heads)`. Keys and values outside
     the range that the rows of a tile see may be NaN; inside it, a value that is not finite makes all of the tile's rows
-    NaN.
+    NaN. Returns `[rows, heads * width]`, in the memory of `query`; rows of no tile keep their query.
 
     Worked example: with pages of 16, position 37 of a request with pages 5, 9, 3 is row 5 of page 3. A row with first
     37 and until 38 gets its value, and so does one with until 0 and the path 0b100 after 35 committed tokens.
-
-    Args:
-        query: `[rows, heads, width]`, contiguous; overwritten.
-        keys: `[pages, page, kv_heads, width]`, contiguous; `values` too.
-        table: `[requests, pages of a request]`, int32: pages in the order of positions.
-        tiles: `[tiles, 3]`, int32: request, first row and number of rows, up to `tile`; 0 rows for padding.
-        tile_end: `[tiles]`, int32: end of the positions that the tile's rows see; 0 for padding.
-        length: `[requests]`, int32: committed tokens.
-        until: `[rows]`, int32; `first` too.
-        path: `[rows, words]`, int64; no words where all requests are chains.
-        scaling: factor on products of queries and keys.
-        tile: most rows of a tile.
-        span: most positions of a request.
-
-    Returns:
-        `[rows, heads * width]`, in the memory of `query`; rows of no tile keep their query.
     """
     (rows, heads, width), (_, page, kv_heads, _) = query.shape, keys.shape
     padded, words = triton.next_power_of_2(width), 2 * path.shape[1]
@@ -249,10 +233,7 @@ def _attend(
         tl.store(parts + place[:, None] * width + d[None, :], mixed, mask=q_mask)
 
 
-@triton.jit(
-    do_not_specialize=["splits"],
-    do_not_specialize_on_alignment=["tiles", "length", "until", "first", "path"],
-)
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["tiles", "length", "until", "first", "path"])
 def _join(
     out, tiles, length, until, first, path, parts, sums, maxima, splits,
     heads: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, tile_rows: tl.constexpr, split_size: tl.constexpr,

@@ -34,9 +34,8 @@ class GraphBackend(Backend):
     nearly tie; a report prints such places. A key that is NaN or infinite may make every row of its own request NaN in
     that forward, not only its descendants; later forwards do not see it once it was rolled back.
 
-    Args:
-        llama: a decoder that is no `misfit`. Its model stays usable: its weights become views of merged ones.
-        recorder: makes the recordings; None is CUDA graphs on a CUDA device, and no recording elsewhere.
+    `llama` is a decoder that is no `misfit`; its model stays usable, with weights that become views of merged ones.
+    Without a `recorder` CUDA graphs are recorded on a CUDA device, and nothing elsewhere.
     """
 
     def __init__(self, llama: Llama, recorder: Recorder | None = None) -> None:

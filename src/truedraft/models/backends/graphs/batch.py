@@ -37,22 +37,14 @@ _SPAN_STEP = 64  # without recording; attention kernels need mask rows that star
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a forward, padding included. Forwards of equal buckets run the same kernels at the same addresses.
-
-    Attributes:
-        tokens: most new tokens of a request.
-        rows: new tokens of all requests.
-        span: key/value positions per request, a multiple of the page size.
-        words: 64-bit mask words per token; 0 where all segments are chains.
-        logit_rows: rows that get logits.
-    """
+    """The shape of a forward, padding included. Those of equal buckets run the same kernels at the same addresses."""
 
     requests: int
-    tokens: int
-    rows: int
-    span: int
-    words: int
-    logit_rows: int
+    tokens: int  # most new tokens of a request
+    rows: int  # new tokens of all requests
+    span: int  # key/value positions per request, a multiple of the page size
+    words: int  # 64-bit mask words per token; 0 where all segments are chains
+    logit_rows: int  # rows that get logits
 
     @classmethod
     def recorded(cls, requests: int, tokens: int, rows: int, end: int, nodes: int) -> Bucket:
@@ -90,42 +82,25 @@ HostNumbers = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Numbers(Generic[Array]):
-    """The inputs on the host or on the device; int32 unless int64 is stated.
+    """The inputs on the host or on the device; int32, the first `_WIDE` int64.
 
     A row is a new token; rows of a request are consecutive. Results of rows of padding are never read.
-
-    Attributes:
-        tokens: `[rows]`, int64.
-        positions: `[rows]`, int64, for rotary embeddings.
-        target: `[rows]`, int64: the row of the pages where the token's key and value are written.
-        logit_rows: `[logit_rows]`, int64: rows that get logits.
-        path: `[patterns, rows, words]`, int64: bits of the visible uncommitted nodes, which follow the committed
-            tokens.
-        until: `[rows]`: end of the visible key/value positions of the request.
-        first: `[patterns, rows]`: first position in reach of the pattern.
-        request: `[rows]`: index of the token's request.
-        length: `[requests]`: committed tokens that are stored.
-        start: `[requests]`: row of the first new token.
-        end: `[requests]`: length after the forward.
-        table: `[requests, span / PAGE]`: pages of each request.
-        tiles: `[tiles, 3]`: request, first row and number of rows; 0 rows for padding.
-        tile_end: `[tiles]`: `end` of the tile's request; 0 for padding.
     """
 
-    tokens: Array
-    positions: Array
-    target: Array
-    logit_rows: Array
-    path: Array
-    until: Array
-    first: Array
-    request: Array
-    length: Array
-    start: Array
-    end: Array
-    table: Array
-    tiles: Array
-    tile_end: Array
+    tokens: Array  # [rows]
+    positions: Array  # [rows], for rotary embeddings
+    target: Array  # [rows]: the row of the pages where the token's key and value are written
+    logit_rows: Array  # [logit_rows]: rows that get logits
+    path: Array  # [patterns, rows, words]: bits of the visible uncommitted nodes, which follow the committed tokens
+    until: Array  # [rows]: end of the visible key/value positions of the request
+    first: Array  # [patterns, rows]: first position in reach of the pattern
+    request: Array  # [rows]: index of the token's request
+    length: Array  # [requests]: committed tokens that are stored
+    start: Array  # [requests]: row of the first new token
+    end: Array  # [requests]: length after the forward
+    table: Array  # [requests, span / PAGE]: pages of each request
+    tiles: Array  # [tiles, 3]: request, first row and number of rows; 0 rows for padding
+    tile_end: Array  # [tiles]: `end` of the tile's request; 0 for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +135,14 @@ class PagedSegment:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Segments that run together.
-
-    Attributes:
-        sizes: `[3, requests]`: committed tokens that are stored, uncommitted ones written before, and new tokens.
-        level: forwards of the same recording before this one. Tokens of levels above 0 are chosen on the device.
-        beams: new tokens of each request at levels above 0.
-    """
+    """Segments that run together."""
 
     parts: Sequence[PagedSegment]
     patterns: Sequence[AttentionPattern]
-    sizes: HostNumbers
+    sizes: HostNumbers  # [3, requests]: committed tokens that are stored, uncommitted ones written before, new ones
     bucket: Bucket
-    level: int = 0
-    beams: int = 1
+    level: int = 0  # forwards of the same recording before this one; above 0 the device chooses the tokens
+    beams: int = 1  # new tokens of each request at levels above 0
 
     @classmethod
     def recorded(cls, parts: Sequence[PagedSegment], patterns: Sequence[AttentionPattern]) -> PagedBatch:
@@ -188,20 +157,13 @@ class PagedBatch:
     @classmethod
     def levels(
         cls,
-        parts: Sequence[PagedSegment],
-        patterns: Sequence[AttentionPattern],
+        parts: Sequence[PagedSegment],  # chains with equally many rows that get logits
+        patterns: Sequence[AttentionPattern],  # with `nodes` above 0, everything before the nodes must be in reach
         levels: int,
-        beams: int = 1,
-        nodes: int = 0,
+        beams: int = 1,  # new tokens of each request after the first forward; all of them get logits
+        nodes: int = 0,  # of the trees that are built, with paths known to the device only; 0 for chains
     ) -> list[PagedBatch]:
-        """Forwards in sequence, each of which chooses the tokens of the next. The caches have room for all of them.
-
-        Args:
-            parts: chains with equally many rows that get logits.
-            patterns: with `nodes` above 0, everything before the nodes must be in reach.
-            beams: new tokens of each request after the first forward; all of them get logits.
-            nodes: nodes of the trees that are built, with paths known to the device only; 0 for chains.
-        """
+        """Forwards in sequence, each of which chooses the tokens of the next. The caches have room for all of them."""
         sizes, each = _sizes(parts), len(parts[0].segment.rows)
         requests, tokens, rows, end, _ = _most(parts, sizes)
         end += (levels - 1) * beams
@@ -287,10 +249,7 @@ def _stored(places: HostNumbers, dropped: HostNumbers | int) -> HostNumbers:
 def _write_tiles(tiles: HostNumbers, start: HostNumbers, counts: HostNumbers, size: int) -> None:
     """Divide the rows of each request into tiles of `size`; the last tile of a request may be smaller.
 
-    >>> tiles = np.zeros((3, 3), int)
-    >>> _write_tiles(tiles, np.array([0, 6]), np.array([6, 1]), 4)
-    >>> tiles.tolist()
-    [[0, 0, 4], [0, 4, 2], [1, 6, 1]]
+    Worked example: 6 rows and 1 row in tiles of 4 are [0, 0, 4], [0, 4, 2] and [1, 6, 1].
     """
     each = -(-counts // size)
     owner = np.repeat(np.arange(len(counts)), each)

@@ -7,7 +7,6 @@ nodes, so one recording serves all drafts.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -35,38 +34,13 @@ from truedraft.models.cache import PagePool, Pages, RequestCache
 from truedraft.models.llama import RotaryTable
 
 
-class Growth(ABC):
-    """Trees of some requests during one recorded forward, with `beams` open nodes each after the root."""
-
-    beams: int
-
-    @abstractmethod
-    def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Add children to the open nodes, and choose the next open nodes.
-
-        Logits are `[requests, ids]` in the first call, then `[requests * beams, ids]`. Returns the new open nodes'
-        tokens, and the rows of `logits` at their parents; both `[requests * beams]`, int64.
-        """
-
-    @abstractmethod
-    def found(self) -> Outputs:
-        """The drafts, `[requests, ...]` each."""
-
-
-Grow: TypeAlias = Callable[..., Growth]
-"""Makes trees with only their roots, from numbers `[requests, ...]` on the device. It is part of a recording's key."""
-
-
-class LikeliestNodes(Growth):
+class LikeliestNodes:
     """Builds the tree of `truedraft.drafters.tree_builder.LikeliestTree`, node for node, with tensor operations.
 
     Nodes are numbered level by level, in the order of their parents. Where fewer than `beams` nodes are open, the
-    others are children of a node that does not exist: their log probabilities are -inf.
-
-    Args:
-        beams: open nodes at each level, and children of each; at most the number of ids.
-        ids: `[guessed]`: token ids of the logits; None for the whole vocabulary.
-        limits: `[requests, 2]`: open nodes and depth of each tree.
+    others are children of a node that does not exist: their log probabilities are -inf. Each open node has `beams`
+    children, at most the number of ids. `ids` `[guessed]` are those of the logits; None is the whole vocabulary.
+    `limits` `[requests, 2]` are open nodes and depth of each tree.
     """
 
     def __init__(self, beams: int, nodes: int, ids: Tensor | None, limits: Tensor) -> None:
@@ -77,6 +51,11 @@ class LikeliestNodes(Growth):
         self._levels: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents and logs [requests, open * beams]
 
     def grow(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Add children to the open nodes, and choose the next open nodes.
+
+        Logits are `[requests, ids]` in the first call, then `[requests * beams, ids]`. Returns the new open nodes'
+        tokens, and the rows of `logits` at their parents; both `[requests * beams]`, int64.
+        """
         requests, opened = self._open.shape
         top, rank = TopK.of(logits, self.beams), torch.arange(self.beams, device=logits.device)
         tokens = top.ids if self._ids is None else self._ids[top.ids]
@@ -114,7 +93,7 @@ def _first(logs: Tensor, count: int) -> Tensor:
     return logs.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-class ChosenChains(Growth):
+class ChosenChains:
     """Chains with tokens drawn one by one by `choose` with `numbers` `[requests, levels]`.
 
     `whole` maps logits of the head's ids to logits of the whole vocabulary; None where they have it already.
@@ -142,6 +121,11 @@ class ChosenChains(Growth):
     def found(self) -> Outputs:
         """Tokens `[requests, levels]`, and where they were sampled their distributions `[requests, levels, vocab]`."""
         return torch.stack(self._tokens, 1), *([torch.stack(self._probs, 1)] if self._probs else [])
+
+
+Growth: TypeAlias = LikeliestNodes | ChosenChains
+Grow: TypeAlias = Callable[..., Growth]
+"""Makes trees with only their roots, from numbers `[requests, ...]` on the device. It is part of a recording's key."""
 
 
 def own_bits(beams: int, level: int, words: int, like: Tensor) -> Tensor:
@@ -240,12 +224,10 @@ class GraphPairs(_GraphHead):
     ) -> Outputs:
         """Draft whole trees in one recording; returns `Growth.found`. Everything stays uncommitted.
 
-        Args:
-            segments: the next tokens of each text, up to 64, with the last one as the only row; for a head that guesses
-                ahead, with one row for each level, used for all nodes of that level.
-            vectors: `[total, width]`: the target's, for the same tokens.
-            beams: open nodes of each tree, see `Growth`.
-            numbers: `[requests, ...]` each, arguments of `grow`.
+        `segments` are the next tokens of each text, up to 64, with the last one as the only row; for a head that
+        guesses ahead, with one row for each level, used for all nodes of that level. `vectors` `[total, width]` are the
+        target's for these tokens, `beams` the open nodes of each tree, and `numbers` `[requests, ...]` each the
+        arguments of `grow`.
         """
         ahead = len(segments[0].rows) > 1
         draft = partial(self._ahead, levels, beams, grow) if ahead else partial(self._levels, beams, grow)

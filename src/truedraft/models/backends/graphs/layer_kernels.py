@@ -30,29 +30,20 @@ def rms_norm(x: Tensor, norm: RootMeanSquareNorm) -> Tensor:
 
 
 def rotate_and_write(
-    qkv: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    target: Tensor,
-    keys: Tensor,
+    qkv: Tensor,  # [rows, (heads + 2 kv_heads) * width], contiguous: queries, keys, values
+    table: Tensor,  # see `RotaryTable`; its rotation may be narrower than heads
+    positions: Tensor,  # [rows], int64, within the table
+    target: Tensor,  # [rows], int64: index of each row's key and value in the concatenated pages
+    keys: Tensor,  # [pages, page, kv_heads, width], contiguous; written to, and so are `values`
     values: Tensor,
-    query_norm: RootMeanSquareNorm | None = None,
+    query_norm: RootMeanSquareNorm | None = None,  # of each head; both norms or none, with one eps and offset
     key_norm: RootMeanSquareNorm | None = None,
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Normalise heads where the family does, rotate queries and keys, and write keys and values to their pages.
+    """Normalise heads where the family does, rotate, and write keys and values to their pages.
 
-    Args:
-        qkv: `[rows, (heads + 2 kv_heads) * width]`, contiguous: queries, keys, values.
-        table: see `RotaryTable.table`; its rotation may be narrower than heads.
-        positions: `[rows]`, int64, within the table.
-        target: `[rows]`, int64: index of each row's key and value in the concatenated pages.
-        keys: `[pages, page, kv_heads, width]`, contiguous; written to, and so are `values`.
-        query_norm: of each query head; None if and only if `key_norm` is. Both have one eps and offset.
-
-    Returns:
-        Queries `[rows, heads, width]`.
+    Returns queries `[rows, heads, width]`.
     """
     kv_heads, width = keys.shape[2:]
     rows, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads

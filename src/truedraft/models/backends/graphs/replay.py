@@ -295,12 +295,9 @@ class PagedForward:
     ) -> Outputs:
         """Run forwards in sequence as one recording, each of which chooses the tokens of the next.
 
-        Args:
-            segments: tokens of the first forward.
-            levels: number of forwards; see `PagedBatch.levels` for `beams` and `nodes`.
-            key: identifies `draft` among the recordings.
-            numbers: `[requests, ...]` each, passed to `draft`.
-            vectors: `[total, width]`, inputs of the first forward in addition to tokens.
+        `segments` and `vectors` `[total, width]` are inputs of the first of `levels` forwards; see `PagedBatch.levels`
+        for `beams` and `nodes`. `numbers` `[requests, ...]` each are passed to `draft`, which `key` identifies among
+        recordings.
         """
         with self.pages.lock, _on(self.pages.device):
             parts = self._placed(segments, (levels - 1) * beams, vectors)
@@ -363,8 +360,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def _groups(counts: Sequence[int], *, together: bool) -> list[list[int]]:
     """Indices of the segments that run together, from their numbers of new tokens; long ones by themselves.
 
-    >>> _groups([3, 300, 1], together=False), _groups([64] * 17, together=True)[1], _groups([3, 300], together=True)
-    ([[0, 2], [1]], [16], [[0, 1]])
+    Worked example: of 3, 300 and 1 tokens the first and the last run together, and with `together` all do.
     """
     if together and max(counts) > MOST_RECORDED_TOKENS:
         return [list(range(len(counts)))]

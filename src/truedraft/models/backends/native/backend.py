@@ -1,4 +1,4 @@
-"""A packed forward as one call of the native library, and its LM head with or without residual heads."""
+"""A packed forward as one call of the native library, of tokens or of pairs as EAGLE-3 heads read them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from truedraft.models.attention import ForwardPlan, Full, SegmentPlan
 from truedraft.models.backends.base import Backend
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.chains import NativeChains
+from truedraft.models.backends.native.linear import NativeHeads, NativeLmHead
 from truedraft.models.backends.native.memory import (
     CHUNK,
     LANES,
     UNIT,
     Addresses,
-    CAsked,
     CBatch,
-    CHeads,
     CLayer,
     CLinear,
     CModel,
@@ -57,7 +56,6 @@ _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
 _MOST_COPY_SHARE = 0.7  # most bytes of a copy with fewer bits, as a fraction of those of its weights
 _NOTHING = torch.empty(0)
-_NO_BLOCKS = (CLinear * 0)()
 
 
 class NativeBackend(Backend):
@@ -487,79 +485,61 @@ def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(starts, dtype=torch.int32, device=_CPU), torch.tensor(slots, dtype=torch.int32, device=_CPU)
 
 
-class NativeLmHead:
-    """The packed LM head of a model as a function. One call runs at a time; `scratch` is shared with forwards."""
+class NativePairs(NativeBackend):
+    """Runs such a decoder by decoder.c, from its own weights, which are freed.
 
-    def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
-        self.library = library
-        self._run = library.truedraft_heads
-        self._run.restype = None
-        self._model = model
-        self.dtype = dtype
-        self._scratch = scratch
-        self._headless: dict[int, CHeads] = {}  # the LM head by itself, by number of inputs
+    `llama` is a decoder that `fits`. Its first layer's norm is that of embeddings, and the attention of that layer
+    reads rows of twice the width: embedding and vector, both normed. Its embedding is not read. All norms have one eps.
+    `merge` maps the concatenated vectors of several observed layers, normed by `part_norms` (of equal widths; empty in
+    most heads), to one vector, which `vector_norm` norms. If `normed_stream`, the residual stream begins with normed
+    vectors; if `normed_end`, the output vectors are those after the last norm.
+    """
 
-    def logits(self, vectors: Tensor) -> Tensor:
-        """Logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
-        return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
+    def __init__(
+        self,
+        llama: Llama,
+        merge: nn.Linear,
+        part_norms: Sequence[Tensor],
+        vector_norm: Tensor,
+        *,
+        normed_stream: bool,
+        normed_end: bool,
+    ) -> None:
+        super().__init__(llama, max(merge.in_features, 2 * merge.out_features))
+        model, weights = self._model, self._weights
+        model.merge = weights.linear([merge.weight], None)
+        release(merge)
+        if part_norms:
+            model.part_norms, model.part = weights.keep(torch.cat(list(part_norms))), len(part_norms[0])
+        model.vector_norm, model.normed_stream = weights.keep(vector_norm), normed_stream
+        self._shown = [] if normed_end else [self.shown_layers - 1]
 
-    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
-        """The likeliest `[rows, count]` of the first `vocab` ids, where the model multiplies its logits by `factor`."""
-        return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
+    def quantize(self, bits: int) -> None:
+        super().quantize(bits)
+        model, weights = self._model, self._weights
+        before = model.merge.weights
+        model.merge = weights.quantized(model.merge, bits)
+        weights.free({before})
 
-    def _without_heads(self, width: int) -> CHeads:
-        if width not in self._headless:
-            self._headless[width] = self.heads(width, _NO_BLOCKS, 0, 1)
-        return self._headless[width]
+    def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """Run a plan with embeddings `[total, width]` instead of tokens.
 
-    def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
-        """The structure of heads with `width` inputs before the LM head; it keeps its pointers' targets alive."""
-        head = self._model.lm_head
-        read = CLinear.from_buffer_copy(head)
-        read.read = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
-        return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
+        Vectors `[total, width]` are outputs of this method, or, if `observed`, the target's layers' concatenated.
+        Returns at the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows,
+        ids]`.
+        """
+        embedded, vectors = embedded.contiguous(), vectors.contiguous()
+        pairs = embedded.data_ptr(), vectors.data_ptr(), observed
+        logits, *outputs = self.run(plan, self._shown, pairs)
+        return outputs[-1], logits
 
-    def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:
-        """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
-        rows, outputs = len(hidden), self._model.lm_head.outputs
-        hidden = hidden.to(self.dtype)
-        hidden = (
-            pad(hidden, (0, heads.wide - hidden.shape[1])) if heads.wide != hidden.shape[1] else hidden.contiguous()
-        )
-        total, threads = heads.used * rows, forward_threads()
-        logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self.dtype, device=_CPU)
-        values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
-        ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
-        memory = (each.data_ptr() for each in (hidden, logits, values, ids))
-        request = CAsked(rows, vocab, count, factor, *memory)
-        scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
-        self._run(ctypes.byref(heads), ctypes.byref(request), ctypes.byref(scratch), stride, threads)
-        return logits[:, :outputs], TopK(ids, values)
-
-    def forget(self) -> None:
-        self._headless.clear()
-
-    def settle(self) -> None:
-        self._scratch.settle()
-
-
-class NativeHeads:
-    """Residual heads with packed weights of equal sizes, before a model's LM head; `factor` multiplies logits."""
-
-    def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
-        self._lm_head = lm_head
-        self._vocab, self._factor = vocab, factor
-        self._weights = weights = Weights(lm_head.library)
-        width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
-        in_order = [head[layer] for layer in range(layers) for head in blocks]
-        made = [weights.linear([each.weight.to(_CPU, lm_head.dtype)], _bias([each])) for each in in_order]
-        self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_heads"):
-            self._lm_head.settle()
-
-    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
-        """The likeliest ids `[depth, rows, ranks]` of the first `depth` heads for vectors `[rows, width]`."""
-        self._heads.used = depth
-        return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))
+    def likeliest_of(self, logits: Tensor, count: int) -> TopK:
+        rows, vocab = logits.shape
+        if vocab % LANES:  # whole vectors are read, also of the last row
+            logits = pad(logits, (0, -vocab % LANES))
+        values = torch.empty(rows, count, dtype=torch.float32, device="cpu")
+        ids = torch.empty(rows, count, dtype=torch.int64, device="cpu")
+        numbers = map(ctypes.c_int64, (rows, logits.stride(0), vocab, count))
+        read, *written = (ctypes.c_void_p(each.data_ptr()) for each in (logits, values, ids))
+        self._library.truedraft_likeliest(read, *numbers, *written)
+        return TopK(ids, values)

@@ -1,6 +1,4 @@
-"""Compiles the native forward on this machine, once: `truedraft.compiled`.
-
-Without a working compiler models run without the native forward (`NativeBackend.fits` is False).
+"""Compiles the native forward on this machine, once: `truedraft.compiled`; without it `NativeBackend.fits` is False.
 
 Run as a program, this compiles the usual variants for this processor without torch: `truedraft.lazy.compile_ahead`.
 """

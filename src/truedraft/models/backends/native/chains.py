@@ -25,14 +25,9 @@ class NativeChains:
     """Draws chains of one model, for one request at a time, with structures that are made once.
 
     After a target's forward no near cache has the host's data, and each new object costs several times what it does
-    otherwise. Only distributions are made anew.
-
-    Args:
-        logits: memory for those of one row, padding included.
-        ids: of the logits' columns, `[columns]`, int64; None: their numbers.
-        functions: of fused.c, as `fused.addresses` gives them.
-        columns: logits of a row without padding.
-        vocab: ids that distributions are over.
+    otherwise. Only distributions are made anew. `logits` is memory for those of one row, padding included, of which
+    `columns` are ids `[columns]`, int64 (None: their numbers). Distributions are over `vocab` ids, by `functions` of
+    fused.c, as `fused.addresses` gives them.
     """
 
     def __init__(

@@ -1,23 +1,27 @@
-"""Linear layers by the native products, for other forwards."""
+"""Linear layers by the native products: an LM head, with or without residual heads, and those of other forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from truedraft.core.top_k import TopK
 from truedraft.errors import UnsupportedModelError
 from truedraft.machine import has_bfloat16
-from truedraft.models.backends.native.backend import NativeLmHead
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.memory import (
     LANES,
     UNIT,
+    CAsked,
+    CHeads,
     CLinear,
     CModel,
     Scratch,
@@ -26,8 +30,92 @@ from truedraft.models.backends.native.memory import (
     quantized_bytes,
 )
 from truedraft.models.packed_linear import PackedExperts, PackedLinear, is_plain
+from truedraft.models.threads import forward_threads
 
+_CPU = torch.device("cpu")
+_NO_BLOCKS = (CLinear * 0)()
 Source: TypeAlias = PackedLinear | nn.Linear | Conv1D
+
+
+class NativeLmHead:
+    """The packed LM head of a model as a function. One call runs at a time; `scratch` is shared with forwards."""
+
+    def __init__(self, library: Any, model: CModel, dtype: torch.dtype, scratch: Scratch) -> None:
+        self.library = library
+        self._run = library.truedraft_heads
+        self._run.restype = None
+        self._model = model
+        self.dtype = dtype
+        self._scratch = scratch
+        self._headless: dict[int, CHeads] = {}  # the LM head by itself, by number of inputs
+
+    def logits(self, vectors: Tensor) -> Tensor:
+        """Logits `[rows, ids]` for vectors `[rows, up to width]`; missing entries are zeros."""
+        return self.run(self._without_heads(vectors.shape[1]), vectors, 0, 0, 1.0)[0]
+
+    def likeliest(self, vectors: Tensor, count: int, vocab: int, factor: float) -> TopK:
+        """The likeliest `[rows, count]` of the first `vocab` ids, where the model multiplies its logits by `factor`."""
+        return self.run(self._without_heads(vectors.shape[1]), vectors, count, vocab, factor)[1]
+
+    def _without_heads(self, width: int) -> CHeads:
+        if width not in self._headless:
+            self._headless[width] = self.heads(width, _NO_BLOCKS, 0, 1)
+        return self._headless[width]
+
+    def heads(self, width: int, blocks: ctypes.Array[CLinear], layers: int, heads: int) -> CHeads:
+        """The structure of heads with `width` inputs before the LM head; it keeps its pointers' targets alive."""
+        head = self._model.lm_head
+        read = CLinear.from_buffer_copy(head)
+        read.read = -(-width // 2) * 2  # two inputs of bfloat16 make a cell
+        return CHeads(ctypes.pointer(read), blocks, layers, heads, heads, -(-width // UNIT) * UNIT)
+
+    def run(self, heads: CHeads, hidden: Tensor, count: int, vocab: int, factor: float) -> tuple[Tensor, TopK]:
+        """Logits `[heads * rows, ids]` of vectors `[rows, width]`, and the likeliest ids `[heads * rows, count]`."""
+        rows, outputs = len(hidden), self._model.lm_head.outputs
+        hidden = hidden.to(self.dtype)
+        hidden = (
+            pad(hidden, (0, heads.wide - hidden.shape[1])) if heads.wide != hidden.shape[1] else hidden.contiguous()
+        )
+        total, threads = heads.used * rows, forward_threads()
+        logits = torch.empty(total, -(-outputs // UNIT) * UNIT, dtype=self.dtype, device=_CPU)
+        values = torch.empty(total, count, dtype=torch.float32, device=_CPU)
+        ids = torch.empty(total, count, dtype=torch.int64, device=_CPU)
+        memory = (each.data_ptr() for each in (hidden, logits, values, ids))
+        request = CAsked(rows, vocab, count, factor, *memory)
+        scratch, stride = self._scratch.of(total, 1, threads), ctypes.c_int64(self._model.stride)
+        self._run(ctypes.byref(heads), ctypes.byref(request), ctypes.byref(scratch), stride, threads)
+        return logits[:, :outputs], TopK(ids, values)
+
+    def forget(self) -> None:
+        self._headless.clear()
+
+    def settle(self) -> None:
+        self._scratch.settle()
+
+
+class NativeHeads:
+    """Residual heads with packed weights of equal sizes, before a model's LM head; `factor` multiplies logits."""
+
+    def __init__(self, lm_head: NativeLmHead, blocks: Sequence[Sequence[nn.Linear]], vocab: int, factor: float) -> None:
+        self._lm_head = lm_head
+        self._vocab, self._factor = vocab, factor
+        self._weights = weights = Weights(lm_head.library)
+        width, layers, heads = blocks[0][0].in_features, len(blocks[0]), len(blocks)
+        in_order = [head[layer] for layer in range(layers) for head in blocks]
+        made = [
+            weights.linear([each.weight.to(_CPU, lm_head.dtype)], padded_bias([each.bias], [each.out_features]))
+            for each in in_order
+        ]
+        self._heads = lm_head.heads(width, (CLinear * len(made))(*made), layers, heads)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_heads"):
+            self._lm_head.settle()
+
+    def likeliest(self, hidden: Tensor, depth: int, ranks: int) -> TopK:
+        """The likeliest ids `[depth, rows, ranks]` of the first `depth` heads for vectors `[rows, width]`."""
+        self._heads.used = depth
+        return self._lm_head.run(self._heads, hidden, ranks, self._vocab, self._factor)[1].view(depth, len(hidden))
 
 
 class NativeLinear(nn.Module):

@@ -144,12 +144,9 @@ class Weights:
     def linear(self, parts: Sequence[Tensor], bias: Tensor | None, *, alternate: bool = False) -> CLinear:
         """A linear layer from weights `[out, in]`, which are packed, and a bias of `padded_bias`.
 
-        If all parts are quantised they keep their codes; if only some are, these are dequantised and packed with the
-        others.
-
-        Args:
-            parts: their outputs are concatenated; all but the last have a multiple of 16 outputs.
-            alternate: whether blocks of two parts alternate, so that two factors of an output are computed together.
+        The outputs of `parts` are concatenated, all but the last a multiple of 16; if they `alternate`, blocks of two
+        parts do, so that two factors of an output are computed together. If all parts are quantised they keep their
+        codes; if only some are, these are dequantised and packed with the others.
         """
         stored = [each for part in parts if (each := quantized_of(part)) is not None]
         if len(stored) == len(parts):
