@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +45,6 @@ from truedraft.training.online.traffic import Answered, Score, Traffic
 
 LEARNED = [RedrafterHead, MedusaHeads, Eagle3Head, LlamaForCausalLM]
 OTHERS = [PEagleHead, DFlashHead, DFlash2Head, DSparkHead]
-KINDS = pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
 
 
 def heads_of(kind: type[Any]) -> tuple[Any, Any]:
@@ -87,8 +85,9 @@ class Noting(Unthreaded):
         self.seen = [*getattr(self, "seen", []), (scope, answer)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, LlamaForCausalLM])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [(RedrafterHead, 0.0), (RedrafterHead, 1.0), (Eagle3Head, 1.0), (LlamaForCausalLM, 0.0)]
+)
 def test_the_answers_and_their_vectors_are_what_is_recorded(kind: type[Any], temperature: float) -> None:
     learner = Noting()
     engine = learning(trained(kind), learner)
@@ -126,10 +125,10 @@ class Swapping(Unthreaded):
         return [(name, learnable.change(self.heads[self.swaps % len(self.heads)]))]
 
 
-@KINDS
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_swap_in_the_middle_changes_no_answer(kind: type[Any], how: dict[str, float]) -> None:
-    params = SamplingParams(max_tokens=40, **how)  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
+def test_a_swap_in_the_middle_changes_no_answer(kind: type[Any]) -> None:
+    """Greedy and seeded ones, side by side."""
+    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.9, seed=5)] * 3
     asked = prompts(0, 3) + prompts(1, 3)
     plain = [each.token_ids for each in Engine(two_domains()).generate(asked, params)]
     learner = Swapping()
@@ -253,21 +252,26 @@ def judged(student: Student, newest: int = 24, **kept: int) -> Candidate:
         for weight in winner.module.parameters():
             weight.add_(1.0)
     heads = {"served": student.served, "origin": student.origin, "new": winner}
-    groups = [[Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(8)] for _ in range(3)]
-    for number, answer in enumerate(itertools.chain.from_iterable(groups)):
-        answer.number = number
-        here = {"served": 20, "origin": 20, "new": newest} if number >= 16 else {"served": 20, "origin": 20} | kept
+    answers = [Answered(torch.zeros(61), torch.zeros(61, 1), number=number) for number in range(24)]
+    for answer in answers:
+        here = {"served": 20, "origin": 20} | ({"new": newest} if answer.number >= 16 else kept)
         answer.scores = {heads[name].number: Score(60, 40, count) for name, count in here.items()}
-    student._winner = _Winner(winner, winner, 1.0, [{each.number for each in some} for some in groups])
-    student._judge_winner(student._winner, list(itertools.chain.from_iterable(groups)))
+    student._winner = _Winner(winner, winner, 1.0, [{*range(8)}, {*range(8, 16)}, {*range(16, 24)}])
+    student._judge_winner(student._winner, answers)
     return winner
 
 
-@pytest.mark.parametrize("better", ["served", "origin"])
-def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
+@pytest.fixture
+def student() -> Iterator[Student]:
+    """Of an engine that never learns by itself."""
     learner = Unthreaded(share=1.0)
     engine = learning(untrained(), learner)
-    student = learner.student
+    yield learner.student
+    assert engine.learner is learner
+
+
+@pytest.mark.parametrize("better", ["served", "origin"])
+def test_less_is_taken_of_what_is_worse_on_older_answers(better: str, student: Student) -> None:
     student.served = served = Candidate(untrained(), 7)
     winner = judged(student, new=20, **{better: 21})
     assert student.served is served and student._winner is not None and student._winner.whole is winner
@@ -279,35 +283,25 @@ def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
         assert not torch.equal(first, found.float())
     promoted = judged(student, new=20)
     assert student.served is promoted and student._winner is None and student.promotions == 1
-    assert engine is not None
 
 
-def test_a_winner_that_loses_at_every_share_is_dropped_and_seen_answers_are_forgotten() -> None:
-    learner = Unthreaded(share=1.0)
-    engine, student = learning(untrained(), learner), learner.student
+def test_a_winner_that_loses_at_every_share_is_dropped_and_seen_answers_are_forgotten(student: Student) -> None:
     judged(student, new=10)
     shares = []
     while student._winner is not None and len(shares) < 9:
         shares.append(student._winner.share)
         winner = student._winner
-        answers = [Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(24)]
-        for number, answer in enumerate(answers):
-            answer.number = number
-            answer.scores = {student.served.number: Score(60, 40, 20), winner.now.number: Score(60, 40, 10)}
-            if number >= 16:
-                answer.scores[winner.now.number] = Score(60, 40, 24)
+        answers = [Answered(torch.zeros(61), torch.zeros(61, 1), number=number) for number in range(24)]
+        for answer in answers:
+            kept = 24 if answer.number >= 16 else 10
+            answer.scores = {student.served.number: Score(60, 40, 20), winner.now.number: Score(60, 40, kept)}
         student._judge_winner(winner, answers)
-    assert shares == pytest.approx([0.7, 0.49, 0.343, 0.2401]) and student.promotions == 0 and engine is not None
+    assert shares == pytest.approx([0.7, 0.49, 0.343, 0.2401]) and student.promotions == 0
     student._judged.update(range(1000, 2000))
     student._judge()
     assert not student._judged
-
-
-def test_what_no_longer_gains_on_the_newest_answers_is_dropped() -> None:
-    learner = Unthreaded(share=1.0)
-    engine, student = learning(untrained(), learner), learner.student
     judged(student, newest=20, new=30)
-    assert student.served is student.origin and student._winner is None and engine is not None
+    assert student.served is student.origin and student._winner is None, "what no longer gains on the newest answers"
 
 
 @pytest.mark.parametrize("kind", [each for each in (*LEARNED, *OTHERS) if each is not MedusaHeads])  # makes no chains
@@ -339,10 +333,9 @@ def test_a_narrowed_step_learns_what_the_whole_vocabulary_says_of_its_ids() -> N
     assert narrowed.place is not None and narrowed.place[ids].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["embedded:target"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_lm_head_that_is_learned_with_is_the_targets(name: str, dtype: str) -> None:
-    target = load_model(name, dtype=dtype)
+def test_the_lm_head_that_is_learned_with_is_the_targets(dtype: str) -> None:
+    target = load_model("embedded:target", dtype=dtype)
     lm_head = target.lm_head()
     vectors = torch.randn(9, target.head_width, generator=torch.Generator().manual_seed(0)).to(target.dtype)
     expected = target.unembed(vectors).float()
@@ -458,7 +451,7 @@ def answered(count: int, since_s: float = 0.0, width: int = 4) -> Answered:
     return Answered(torch.zeros(count, dtype=torch.int64), torch.zeros(count, width), since_s)
 
 
-def test_memory_is_bounded_and_older_answers_are_sampled_evenly() -> None:
+def test_memory_is_bounded_older_answers_are_sampled_evenly_and_forgotten_in_time() -> None:
     traffic = Traffic(most_bytes=96_000, most_tokens=3_000, keep_s=100.0)
     for number in range(2000):
         traffic.add(answered(10, number / 1000))
@@ -469,8 +462,6 @@ def test_memory_is_bounded_and_older_answers_are_sampled_evenly() -> None:
     assert [each.number for each in traffic.trained.fresh] == sorted(each.number for each in traffic.trained.fresh)
     assert not {each.number for each in traffic.trained} & {each.number for each in traffic.held}
 
-
-def test_answers_are_forgotten_in_time() -> None:
     traffic = Traffic(1 << 20, 10_000, keep_s=60.0)
     for number in range(40):
         traffic.add(answered(10, float(number)))
