@@ -17,7 +17,6 @@ from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training.evaluate import (
     EngineEvaluation,
     EngineRound,
-    count_answers,
     evaluate_pair,
     mean_loss,
     measure_in_engine,
@@ -82,12 +81,11 @@ def test_answers_are_counted_as_far_as_they_are_when_the_time_is_up(target_folde
     rounds = [EngineRound(0.0, NoDrafter, {"round": number}) for number in range(3)]
     found = measure_in_engine(model, rounds, prompts, budget=budget)
     assert next(clock) < 60 + 3 * 20, "each round takes its part, and the least that is measured"
-    whole = count_answers(model, NoDrafter(), prompts, 0.0)
-    calls = sum(each.target_calls for each in whole)
+    (whole,) = measure_in_engine(model, rounds[:1], prompts)
+    calls = whole.stats.target_calls
+    assert len(whole.answers) == 6 and all(each.emitted_tokens > 60 for each in whole.answers)
     assert all(16 <= each.stats.target_calls < calls for each in found)
     assert all(each.stats.mean_acceptance_length == 1.0 for each in found)
-    unlimited = measure_in_engine(model, rounds[:1], prompts)
-    assert unlimited[0].answers == whole
 
 
 def test_a_promise_departs_only_beyond_chance() -> None:

@@ -40,8 +40,8 @@ def medusa_of(lm_head, tied: bool = True, layers: int = 1) -> MedusaHeads:
 
 def objective_of(head, lm_head, packed: CollatedBatch, loss: DistillationLoss, feed=None) -> HeadsObjective:
     feed = feed or (lambda batch, _: text_tokens(batch, LENGTH))
-    weighted = HeadLoss(head, lm_head, loss, decay=DECAY)
-    return HeadsObjective(head, lm_head, lambda _: packed, feed, ComputedTarget(lm_head, loss), weighted)
+    weighted = HeadLoss(head, lm_head, loss, DECAY)
+    return HeadsObjective(weighted, lambda _: packed, feed, ComputedTarget(lm_head, loss))
 
 
 def plain_loss(head, lm_head, packed: CollatedBatch, loss: DistillationLoss) -> torch.Tensor:

@@ -64,22 +64,22 @@ class Learnable(ABC, Generic[ModuleT]):
     @abstractmethod
     def __init__(self, drafter: Any, target: LanguageModel, lm_head: LmHead) -> None: ...
 
-    @classmethod
-    @abstractmethod
-    def takes(cls, drafter: Drafter) -> bool: ...
-
     @abstractmethod
     def learn(
         self, shadow: ModuleT, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
         """Add the gradient of a step to `shadow`; returns the number of learned positions."""
 
-    @abstractmethod
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:
         """Scores of each module's greedy chains along an answer, from each of its first places.
 
         Guesses read only the answer's tokens, because a chain is kept as far as it agrees with the answer.
         """
+        return [scored(self._kept(each, answer, min(len(answer), PLACES + 1))) for each in modules]
+
+    def _kept(self, module: ModuleT, answer: Answered, end: int) -> Tensor:
+        """The number of kept guesses of a module at each place before the last of `end`, for `replayed`."""
+        raise NotImplementedError
 
     @abstractmethod
     def change(self, module: ModuleT) -> Callable[[], None]:
@@ -162,8 +162,6 @@ _CHAINS = 32  # of a span, one after each token, for heads that read layers
 class LearnableHeads(Learnable[HeadT]):
     """Common base of all kinds of heads."""
 
-    reads_layers: ClassVar[bool]
-
     def __init__(self, drafter: HeadDrafter[HeadT, Any], target: LanguageModel, lm_head: LmHead) -> None:
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
         self.kind, self.plural = drafter.head.kind, drafter.head.plural
@@ -176,13 +174,6 @@ class LearnableHeads(Learnable[HeadT]):
                 "draft, but do not learn"
             )
         self.origin = self._placed(drafter.head)
-
-    @classmethod
-    def takes(cls, drafter: Drafter) -> bool:
-        if not isinstance(drafter, HeadDrafter) or drafter.head.reads_layers != cls.reads_layers:
-            return False
-        kind = KINDS.get(drafter.head.kind)
-        return kind is not None and bool(kind.training)
 
     def _placed(self, head: HeadT) -> HeadT:
         return copy.deepcopy(head).to("cpu", self._lm_head.weight.dtype).eval().requires_grad_(False)
@@ -205,7 +196,6 @@ class LearnableHeads(Learnable[HeadT]):
 class LearnableVectorHeads(LearnableHeads[VectorHead]):
     """Heads that read the vector from which the last token was drawn."""
 
-    reads_layers = False
     reads_prompts = False
     answers = 16
 
@@ -220,10 +210,9 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         own = any(output is not None for output in shadow.outputs)
         ids = None if own else some_ids(known, len(self._lm_head.weight), chance)
         narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, ids)
-        loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, decay=self._config.place_decay)
+        loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, self._config.place_decay)
         feed = self._config.feed(shadow, self._lm_head)
-        objective = HeadsObjective(shadow, self._lm_head, lambda _: batch, feed, narrowed, loss)
-        objective.accumulate(batch.places, 1.0)
+        HeadsObjective(loss, lambda _: batch, feed, narrowed).accumulate(batch.places, 1.0)
         return len(batch.places)
 
     def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
@@ -279,7 +268,6 @@ def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Te
 class LearnableLayerHeads(LearnableHeads[Head]):
     """Heads with layers of their own, which read several of the target's."""
 
-    reads_layers = True
     answers = 4
     least = 2
 
@@ -325,21 +313,17 @@ class LearnableLayerHeads(LearnableHeads[Head]):
             layers.append(torch.cat([functional.pad(each, (0, 0, 0, 1)) for each in own]))
         return Texts(torch.cat(texts), starts, layers, known, rows)
 
-    def replayed(self, modules: Sequence[Head], answer: Answered) -> list[Score]:
-        return [self._replayed(each, answer) for each in modules]
-
     @torch.no_grad()
-    def _replayed(self, head: Head, answer: Answered) -> Score:
-        end = min(len(answer), PLACES + 1)
+    def _kept(self, module: Head, answer: Answered, end: int) -> Tensor:
         kept, alive = torch.zeros(end - 1, dtype=torch.int64), torch.ones(end - 1, dtype=torch.bool)
         if end > 1:
-            chains, pairs = self._chains(head), _pairs(answer, range(end - 1), end, head.reach)
+            chains, pairs = self._chains(module), _pairs(answer, range(end - 1), end, module.reach)
             for step in chains.along(self._texts(chains, [(answer, end - 1, end)]), [pairs]):
                 found = torch.zeros_like(alive)
                 found[step.chains] = agrees(chains.logits(step.leaving), chains.ids(step.tokens))
                 alive &= found
                 kept += alive
-        return scored(kept)
+        return kept
 
 
 def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
@@ -395,10 +379,6 @@ class LearnableDrafts(Learnable[Any]):
         use_training_attention(module)
         self.origin = in_dtype(module, model.dtype)
 
-    @classmethod
-    def takes(cls, drafter: Drafter) -> bool:
-        return isinstance(drafter, DraftModel | ParallelDraft)
-
     def _logits(
         self,
         module: PreTrainedModel,
@@ -436,25 +416,20 @@ class LearnableDrafts(Learnable[Any]):
             logits.backward(gradient)
         return total
 
-    def replayed(self, modules: Sequence[PreTrainedModel], answer: Answered) -> list[Score]:
-        return [self._replayed(each, answer) for each in modules]
-
     @torch.no_grad()
-    def _replayed(self, module: PreTrainedModel, answer: Answered) -> Score:
+    def _kept(self, module: PreTrainedModel, answer: Answered, end: int) -> Tensor:
         """Guesses read only the answer's tokens, so all chains are found in one forward.
 
         Worked example: of the tokens after the first it guesses three right, one wrong and one right. With chains of
         two, after these places 2, 2, 1, 0 and 1 guesses are kept.
         """
-        end = min(len(answer), PLACES + 1)
-        kept = torch.zeros(end - 1, dtype=torch.int64)
+        kept, run = torch.zeros(end - 1, dtype=torch.int64), 0
         if end > 1:
-            run = 0
             right = agrees(self._logits(module, answer, 1, end, None), answer.tokens[1:end]).tolist()
             for place in reversed(range(end - 1)):
                 run = run + 1 if right[place] else 0
                 kept[place] = min(run, self._drafter.limits.depth)
-        return scored(kept)
+        return kept
 
     def change(self, module: PreTrainedModel) -> Callable[[], None]:
         twin = self._first if module is self.origin else self._model.with_weights(copy.deepcopy(module))
@@ -484,3 +459,12 @@ class LearnableDrafts(Learnable[Any]):
 
 def _shapes(module: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in module.named_parameters()}
+
+
+def learnable_kind(drafter: Drafter) -> type[Learnable[Any]] | None:
+    """How a drafter learns; None for one that has no weights, or heads without a training."""
+    if isinstance(drafter, DraftModel | ParallelDraft):
+        return LearnableDrafts
+    if not isinstance(drafter, HeadDrafter) or not getattr(KINDS.get(drafter.head.kind), "training", ""):
+        return None
+    return LearnableLayerHeads if drafter.head.reads_layers else LearnableVectorHeads
