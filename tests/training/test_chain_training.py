@@ -148,8 +148,10 @@ def test_each_step_is_what_the_page_drafts_behind_a_text_that_was_read_so_far(na
     assert not list(made.steps([WrittenAnswer([7], [3], 0.0, True)])), "a text of two tokens has no vector to begin at"
 
 
-@pytest.mark.parametrize("decay", [0.7, None])
-@pytest.mark.parametrize("name", [name for name in KINDS if "DFlash 2" not in name])  # its own is of two parts
+BY_PLACE = [(name, 0.7) for name in KINDS if "DFlash 2" not in name]  # its own is of two parts
+
+
+@pytest.mark.parametrize(("name", "decay"), [*BY_PLACE, ("EAGLE-3", None), ("P-EAGLE", None), ("DSpark", None)])
 def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None) -> None:
     """By the reference's own graph, of two answers; without a decay a token weighs as much as the draft comes to it."""
     made, spec = chains_of(name, anchors=3), "kl=0.1,tv=1.8"
@@ -184,8 +186,9 @@ def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None)
     assert len(found) == len(list(made.head.parameters()))
 
 
-@pytest.mark.parametrize("decay", [0.8, None])
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2", "DFlash 2, windows"])
+@pytest.mark.parametrize(
+    ("name", "decay"), [("EAGLE-3", 0.8), ("P-EAGLE", None), ("DSpark, recurrent", 0.8), ("DFlash 2, windows", None)]
+)
 def test_shares_of_processes_add_up(name: str, decay: float | None) -> None:
     """Of answers that have other numbers of chains at each step, one of them none at the last."""
     made = chains_of(name, anchors=4)
@@ -242,8 +245,10 @@ def answered(prompts: list[list[int]], params: SamplingParams) -> list[WrittenAn
     return [WrittenAnswer(prompt, list(each.token_ids), params.temperature, False) for prompt, each in answers]
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("shape", [{}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
+TREES = [(name, {"nodes": 8, "beams": 3}) for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2")]
+
+
+@pytest.mark.parametrize(("name", "shape"), [*((name, {}) for name in KINDS), *TREES])
 def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: dict[str, int]) -> None:
     model, kind, params = target(), KINDS[name], SamplingParams(max_tokens=24)
     prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]

@@ -21,6 +21,7 @@ from support.two_domains import (
     learning,
     measured,
     prompts,
+    served,
     teach,
     trained,
     two_domains,
@@ -93,9 +94,7 @@ def test_the_answers_and_their_vectors_are_what_is_recorded(kind: type[Any], tem
     engine = learning(trained(kind), learner)
     asked = prompts(0, 5)
     params = SamplingParams(max_tokens=23, temperature=temperature)
-    requests = [engine.submit(prompt, params, scope=number) for number, prompt in enumerate(asked)]
-    while engine.step():
-        pass
+    requests = served(engine, asked, params, range(5))
     target = two_domains()
     assert sorted(scope for scope, _ in learner.seen) == [0, 1, 2, 3, 4]
     for scope, noted in learner.seen:
@@ -351,22 +350,11 @@ def test_a_tenants_strings_reach_no_other_tenants_drafts() -> None:
     learner = Unthreaded(share=1.0, per_tenant=True)
     engine = learning(trained(), learner)
 
-    def asked_by(tenant: str, kind: int, count: int, seed: int) -> float:
-        requests = [
-            engine.submit(each, SamplingParams(max_tokens=40, temperature=1.0), scope=tenant)
-            for each in prompts(kind, count, seed)
-        ]
-        while engine.step():
-            pass
-        return sum(each.counters.emitted_tokens for each in requests) / sum(
-            each.counters.target_calls for each in requests
-        )
-
     for turn in range(12):
-        asked_by("planter", 1, 16, turn)
+        ask(engine, prompts(1, 16, turn), "planter")
         learner._meet()
         learner.settle()
-    asked_by("planter", 1, 1, 0)
+    ask(engine, prompts(1, 1), "planter")
     assert learner.status.promotions
     (drafter,) = learner._tenants.values()
     seen: dict[str, list[list[int]]] = {}
@@ -408,11 +396,7 @@ def test_both_tenants_are_drafted_for_in_one_batch(kind: type[Any]) -> None:
     (drafter,) = learner._tenants.values()
     drafter.take("b", untrained(kind))
     asked = prompts(0, 4)
-    requests = [
-        engine.submit(each, SamplingParams(max_tokens=30), scope="ab"[number % 2]) for number, each in enumerate(asked)
-    ]
-    while engine.step():
-        pass
+    requests = served(engine, asked, SamplingParams(max_tokens=30), "ab")
     plain = Engine(two_domains()).generate(asked, SamplingParams(max_tokens=30))
     assert [each.pieces[-1].answer.token_ids for each in requests] == [each.token_ids for each in plain]  # type: ignore[union-attr]
     lengths = [each.counters.mean_acceptance_length for each in requests]
