@@ -13,7 +13,14 @@ from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig, SelfFeeding
 from truedraft.training import losses
 from truedraft.training.head_config import HeadLoss, HeadsObjective, heads_optimizer
-from truedraft.training.losses import ComputedTarget, CrossEntropy, DistillationLoss, ForwardKL, Mixture, loss_from_spec
+from truedraft.training.losses import (
+    CrossEntropy,
+    DistillationLoss,
+    ForwardKL,
+    Mixture,
+    computed_target,
+    loss_from_spec,
+)
 from truedraft.training.texts.self_distillation import CollatedBatch, text_tokens
 
 LENGTH, DECAY = 3, 0.7
@@ -41,7 +48,7 @@ def medusa_of(lm_head, tied: bool = True, layers: int = 1) -> MedusaHeads:
 def objective_of(head, lm_head, packed: CollatedBatch, loss: DistillationLoss, feed=None) -> HeadsObjective:
     feed = feed or (lambda batch, _: text_tokens(batch, LENGTH))
     weighted = HeadLoss(head, lm_head, loss, DECAY)
-    return HeadsObjective(weighted, lambda _: packed, feed, ComputedTarget(lm_head, loss))
+    return HeadsObjective(weighted, lambda _: packed, feed, computed_target(lm_head, loss))
 
 
 def plain_loss(head, lm_head, packed: CollatedBatch, loss: DistillationLoss) -> torch.Tensor:

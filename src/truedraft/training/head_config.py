@@ -37,10 +37,10 @@ from truedraft.training.loop import (
     identity_of,
 )
 from truedraft.training.losses import (
-    ComputedTarget,
     DistillationLoss,
     DistillationTarget,
     TargetRows,
+    computed_target,
     gradient_in_chunks,
 )
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
@@ -59,7 +59,7 @@ from truedraft.training.texts.self_distillation import (
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
 """Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
 OnWork: TypeAlias = Callable[[str, int, int], None]  # called with a kind of work, and how much of how much is done
-Both: TypeAlias = tuple[SelfDistillationData, SelfDistillationData]  # texts for training, and held-out ones
+TwoTexts: TypeAlias = tuple[SelfDistillationData, SelfDistillationData]  # texts for training, and held-out ones
 _TOP = 5
 _POSITIONS = 1024  # of a measurement at once, about
 _ROWS = 256  # of a measurement with logits held at once
@@ -190,10 +190,17 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: OnWork
     ) -> DistillationTarget:
         """By default the target's distributions, computed when needed."""
-        return ComputedTarget(lm_head, self.distillation_loss)
+        return computed_target(lm_head, self.distillation_loss)
 
     def loop(
-        self, head: Any, lm_head: LmHead, target: str, texts: Both, fingerprint: str, folder: Path, on_progress: OnWork
+        self,
+        head: Any,
+        lm_head: LmHead,
+        target: str,
+        texts: TwoTexts,
+        fingerprint: str,
+        folder: Path,
+        on_progress: OnWork,
     ) -> TrainingLoop:
         """The loop that trains heads, by default on stored vectors.
 
@@ -334,7 +341,7 @@ class HeadsObjective:
         embedded = self.loss.lm_head.embed(tokens.T)
         vectors = self.loss.head.unroll(hidden, embedded)  # [reach, positions, exit_width]
         gradient, values = self.loss.gradient(
-            vectors, places, lambda some: self.target.rows(rows, some), scale, len(rows.places)
+            vectors, places, lambda some: self.target(rows, some), scale, len(rows.places)
         )
         vectors.backward(gradient)
         return values

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -281,10 +281,8 @@ class TargetRows:
         return distill(student_logits, log_probs, self.labels[rows], loss)
 
 
-class DistillationTarget(Protocol):
-    """Gives the distillation targets at the rows of a batch."""
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows: ...
+DistillationTarget: TypeAlias = "Callable[[CollatedBatch, slice], TargetRows]"
+"""Gives the distillation targets at some rows of a batch."""
 
 
 def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: DistillationLoss) -> TargetRows:
@@ -292,15 +290,9 @@ def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: Distillati
     return TargetRows(labels, functional.log_softmax(logits().float(), dim=-1) if loss.reads_target else None)
 
 
-@dataclass(frozen=True)
-class ComputedTarget:
+def computed_target(lm_head: LmHead, loss: DistillationLoss) -> DistillationTarget:
     """The target's distributions, computed from its stored vectors when they are needed."""
-
-    lm_head: LmHead
-    loss: DistillationLoss
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        return computed_rows(batch.tokens[rows], lambda: self.lm_head(batch.hidden[rows]), self.loss)
+    return lambda batch, rows: computed_rows(batch.tokens[rows], lambda: lm_head(batch.hidden[rows]), loss)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -33,7 +33,7 @@ from truedraft.models.translated import TranslatedModel
 from truedraft.training.chains import ChainLoss, Chains, Texts, chains_at
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.head_config import HeadLoss, HeadsObjective
-from truedraft.training.losses import DistillationLoss, TargetRows, computed_rows, distillation_gradient
+from truedraft.training.losses import TargetRows, computed_rows, distillation_gradient
 from truedraft.training.online.traffic import Answered, Score
 from truedraft.training.texts.data import save_tokenizer
 from truedraft.training.texts.self_distillation import CollatedBatch
@@ -126,30 +126,16 @@ def scored(kept: Tensor) -> Score:
     return Score(len(counts), calls, sum(counts))
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """The target's distributions at rows of a batch, and an LM head, over only some ids of the vocabulary.
+def narrowed(lm_head: LmHead, ids: Tensor | None) -> LmHead:
+    """An LM head over only some ids of the vocabulary; None is all.
 
     For a large vocabulary a step over all ids costs many times as much, for almost the same gradient: the target's mass
-    is on few ids. `place`, `[vocab]`, is the index of each id among these; arbitrary for other ids.
+    is on few ids.
     """
-
-    lm_head: LmHead
-    loss: DistillationLoss
-    place: Tensor | None
-
-    @classmethod
-    def of(cls, lm_head: LmHead, loss: DistillationLoss, ids: Tensor | None) -> Narrowed:
-        if ids is None:
-            return cls(lm_head, loss, None)
-        bias = None if lm_head.bias is None else lm_head.bias[ids]
-        place = torch.zeros(len(lm_head.weight), dtype=torch.int64)
-        place[ids] = torch.arange(len(ids))
-        return cls(LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding), loss, place)
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        labels = batch.tokens[rows] if self.place is None else self.place[batch.tokens[rows]]
-        return computed_rows(labels, lambda: self.lm_head(batch.hidden[rows]), self.loss)
+    if ids is None:
+        return lm_head
+    bias = None if lm_head.bias is None else lm_head.bias[ids]
+    return LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding)
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -209,10 +195,14 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         batch = self._batch(chosen, shadow.reach, chance)
         own = any(output is not None for output in shadow.outputs)
         ids = None if own else some_ids(known, len(self._lm_head.weight), chance)
-        narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, ids)
-        loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, self._config.place_decay)
-        feed = self._config.feed(shadow, self._lm_head)
-        HeadsObjective(loss, lambda _: batch, feed, narrowed).accumulate(batch.places, 1.0)
+        lm_head, goal = narrowed(self._lm_head, ids), self._config.distillation_loss
+        labels = batch.tokens if ids is None else torch.searchsorted(ids, batch.tokens)  # all of them are among the ids
+
+        def target(batch: CollatedBatch, rows: slice) -> TargetRows:
+            return computed_rows(labels[rows], lambda: lm_head(batch.hidden[rows]), goal)
+
+        loss, feed = HeadLoss(shadow, lm_head, goal, self._config.place_decay), self._config.feed(shadow, self._lm_head)
+        HeadsObjective(loss, lambda _: batch, feed, target).accumulate(batch.places, 1.0)
         return len(batch.places)
 
     def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
@@ -401,7 +391,7 @@ class LearnableDrafts(Learnable[Any]):
         self, shadow: PreTrainedModel, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
         ids = some_ids(known, len(self._lm_head.weight), chance)
-        narrowed = Narrowed.of(self._lm_head, self._loss, ids)
+        lm_head = narrowed(self._lm_head, ids)
         spans = []
         for each in chosen:
             first = chance.randrange(max(len(each) - _SPAN, 0) + 1)
@@ -410,7 +400,7 @@ class LearnableDrafts(Learnable[Any]):
         for each, first, end in spans:
             logits = self._logits(shadow, each, first, end, ids, _CONTEXT)
             with torch.no_grad():
-                target = narrowed.lm_head(each.vectors[first:end].to("cpu"))
+                target = lm_head(each.vectors[first:end].to("cpu"))
             labels = torch.zeros(end - first, dtype=torch.int64)  # the loss compares only distributions
             gradient, _ = distillation_gradient(logits, target, labels, self._loss, (end - first) / total)
             logits.backward(gradient)
