@@ -26,7 +26,7 @@ from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import TwoTexts, Calibrated, HeadTrainingConfig, OnWork
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, OnWork, Split
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
@@ -99,14 +99,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         """The head along texts, in training."""
 
     def loop(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: str,
-        texts: TwoTexts,
-        fingerprint: str,
-        folder: Path,
-        on_progress: OnWork,
+        self, head: Any, lm_head: LmHead, target: str, texts: Split, fingerprint: str, folder: Path, on_progress: OnWork
     ) -> TrainingLoop:
         text, held_out = texts
         model = load_model(target, device=self.device)

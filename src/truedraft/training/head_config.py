@@ -59,7 +59,7 @@ from truedraft.training.texts.self_distillation import (
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
 """Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
 OnWork: TypeAlias = Callable[[str, int, int], None]  # called with a kind of work, and how much of how much is done
-TwoTexts: TypeAlias = tuple[SelfDistillationData, SelfDistillationData]  # texts for training, and held-out ones
+Split: TypeAlias = tuple[SelfDistillationData, SelfDistillationData]  # texts for training, and held-out ones
 _TOP = 5
 _POSITIONS = 1024  # of a measurement at once, about
 _ROWS = 256  # of a measurement with logits held at once
@@ -193,14 +193,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return computed_target(lm_head, self.distillation_loss)
 
     def loop(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: str,
-        texts: TwoTexts,
-        fingerprint: str,
-        folder: Path,
-        on_progress: OnWork,
+        self, head: Any, lm_head: LmHead, target: str, texts: Split, fingerprint: str, folder: Path, on_progress: OnWork
     ) -> TrainingLoop:
         """The loop that trains heads, by default on stored vectors.
 
