@@ -125,11 +125,11 @@ def write_answers(
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
     most = max(1, target.context_length - config.answer_tokens)
-    watch, prompts = watch or Watch(), [list(prompt)[-most:] for prompt in prompts]
+    watch, fitting = watch or Watch(), [list(prompt)[-most:] for prompt in prompts]
     watch.came(len(files.records), len(prompts), target.name)
     if config.elsewhere is not None:
-        _write_elsewhere(target, prompts, config, config.elsewhere, files, width, watch)
-    answering = _Answering(target, prompts, config, files, width)
+        _write_elsewhere(target, fitting, config, config.elsewhere, files, width, watch)
+    answering = _Answering(target, fitting, config, files, width)
     trial, times = ThreadTrial(target.device), list[float]()
     try:
         while (written := len(files.records)) < len(prompts):
