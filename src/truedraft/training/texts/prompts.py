@@ -192,7 +192,8 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
 
 def standard_library_texts(library: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
     """Training texts of the embedded target, and the shipped prompts; DataError without sources."""
-    shipped, names = shipped_prompts(), {record["file"] for record in shipped_prompts()}
+    shipped = shipped_prompts()
+    names = {str(record["file"]) for record in shipped}
     texts = [text for name, text in (_library() if library is None else library).items() if name not in names]
     if not texts:
         raise DataError(
