@@ -197,6 +197,7 @@ def test_a_full_disk_keeps_no_worse_head_drafting(
     monkeypatch.setattr(Student, "work", work)
     learner._work()
     ask(engine, prompts(0, 1))
-    assert drafter.head is (other if fails == "naming" else student.origin).module
-    assert student.served.module is drafter.head and student.rollbacks == int(fails == "naming a rollback")
+    assert student.served is (other if fails == "naming" else student.origin)
+    assert drafter.head is (trained() if fails == "writing" else student.served.module)
+    assert student.rollbacks == int(fails == "naming a rollback")
     assert learner.status.failures == 1 and "No space left" in caplog.text
