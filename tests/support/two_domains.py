@@ -18,6 +18,7 @@ from truedraft import Engine, SamplingParams
 from truedraft.drafters import DFlash, DraftModel, DSpark, Eagle3, Medusa, PEagle, Redrafter
 from truedraft.drafters.heads.base import HeadDrafter
 from truedraft.drafters.heads.head import Head
+from truedraft.engine.request import Request
 from truedraft.kinds.block.module import DFlashHead, DSparkHead
 from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.module import DFlash2Head
@@ -144,11 +145,19 @@ def learnable_of(head: Any) -> Learnable[Any]:
     return found
 
 
-def ask(engine: Engine, asked: Sequence[list[int]], temperature: float = 1.0, tokens: int = 40) -> float:
-    """Tokens per call over the answers to some prompts."""
-    answers = engine.generate(list(asked), SamplingParams(max_tokens=tokens, temperature=temperature))
-    calls = sum(each.stats.target_calls for each in answers)
-    return sum(each.stats.emitted_tokens for each in answers) / calls
+def served(engine: Engine, asked: Sequence[list[int]], params: SamplingParams, scopes: Sequence[Any]) -> list[Request]:
+    """Requests of some scopes in turn, when all were answered."""
+    requests = [engine.submit(each, params, scope=scopes[number % len(scopes)]) for number, each in enumerate(asked)]
+    while engine.step():
+        pass
+    return requests
+
+
+def ask(engine: Engine, asked: Sequence[list[int]], scope: Any = None) -> float:
+    """Tokens per call over the answers to some prompts at temperature 1."""
+    requests = served(engine, asked, SamplingParams(max_tokens=40, temperature=1.0), [scope])
+    calls = sum(each.counters.target_calls for each in requests)
+    return sum(each.counters.emitted_tokens for each in requests) / calls
 
 
 def measured(head: Any, kind: int) -> float:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from truedraft import files
 from truedraft.drafters.heads.head import Head
 from truedraft.training.head_config import HeadTrainingConfig
 from truedraft.training.heads import HeadResult, train_heads
@@ -62,3 +67,32 @@ def assert_resumed_equals_uninterrupted(
     assert same_weights(config.head, trained[0], folder)
     logs = [[entry | {"elapsed_s": None} for entry in log_of(each)] for each in (trained[0], folder)]
     assert logs[0] == logs[1]
+
+
+@contextmanager
+def full_disk(name: str, first: int = 1) -> Iterator[None]:
+    """The disk is full when a file of this name is written, from some write on; to open it empties it all the same."""
+    opened, take_place, writes = Path.open, files.take_place, itertools.count(1)
+
+    def write(path: Path) -> None:
+        if path.name == name and next(writes) >= first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        file = opened(path, mode, *rest, **more)
+        if "r" not in mode:
+            try:
+                write(path)
+            except OSError:
+                file.close()
+                raise
+        return file
+
+    def taken(partial: Path, path: Path) -> None:
+        write(path)
+        take_place(partial, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        patch.setattr(files, "take_place", taken)
+        yield

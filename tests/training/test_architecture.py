@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truedraft.models.architecture import (
-    LlamaShape,
-    load_causal_lm,
-    new_llama,
-    save_llama,
-    use_training_attention,
-)
+from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama, use_training_attention
 
 SHAPE = LlamaShape(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, intermediate=64, context=512, head_size=8)
 
 
-@pytest.mark.parametrize("length", [1, 5, 128, 129, 300])
+@pytest.mark.parametrize("length", [1, 128, 129, 300])
 def test_training_attention_equals_stock_attention(length):
     model = new_llama(SHAPE, seed=1)
     with torch.no_grad():

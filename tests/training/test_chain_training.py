@@ -51,6 +51,9 @@ MARKOV = replace(
 )  # fmt: skip
 FLASH2 = DFlash2Config(**SIZES, block=4, mask_id=96, depth=2, rank=8, candidates=6)
 RECURRENT = replace(MARKOV, markov_kind="rnn", confidence_reads_token=False)
+EAGLE_WINDOW = replace(EAGLE, windows=(4,), sink=1)
+EAGLE_WINDOW_WHOLE = Eagle3Config(**SIZES, reach=3, windows=(4,), sink=1)
+P_EAGLE_WHOLE = PEagleConfig(**SIZES, reach=3, more_layers=1, mask_token=7)
 WINDOWS = replace(P_EAGLE, windows=(4, 5))
 FLASH_WINDOWS = replace(PLAIN, windows=(4, 0), sink=1)
 FLASH2_WINDOWS = replace(FLASH2, windows=(4, 0))
@@ -70,36 +73,15 @@ class Tried(NamedTuple):
 
 KINDS = {
     "EAGLE-3": Tried(Eagle3Head, EAGLE, Eagle3Config(**SIZES, reach=3), Unrolled, EagleReference, Eagle3),
-    "P-EAGLE": Tried(
-        PEagleHead,
-        P_EAGLE,
-        PEagleConfig(**SIZES, reach=3, more_layers=1, mask_token=7),
-        Masked,
-        PEagleReference,
-        PEagle,
-    ),
+    "P-EAGLE": Tried(PEagleHead, P_EAGLE, P_EAGLE_WHOLE, Masked, PEagleReference, PEagle),
     "P-EAGLE, an embedding": Tried(PEagleHead, WIDER, WIDER, Masked, PEagleReference, PEagle),
     "DFlash": Tried(DFlashHead, PLAIN, PLAIN, Blocks, BlockReference, DFlash),
     "DSpark": Tried(DSparkHead, MARKOV, MARKOV, Blocks, BlockReference, DSpark),
     "DSpark, recurrent": Tried(DSparkHead, RECURRENT, RECURRENT, Blocks, BlockReference, DSpark),
     "DFlash 2": Tried(DFlash2Head, FLASH2, FLASH2, Selections, DFlash2Reference, DFlash2),
     "DFlash 2, windows": Tried(DFlash2Head, FLASH2_WINDOWS, FLASH2_WINDOWS, Selections, DFlash2Reference, DFlash2),
-    "EAGLE-3, window": Tried(
-        Eagle3Head,
-        replace(EAGLE, windows=(4,), sink=1),
-        Eagle3Config(**SIZES, reach=3, windows=(4,), sink=1),
-        Unrolled,
-        EagleReference,
-        Eagle3,
-    ),
-    "P-EAGLE, windows": Tried(
-        PEagleHead,
-        WINDOWS,
-        replace(WINDOWS, draft_vocab=0),
-        Masked,
-        PEagleReference,
-        PEagle,
-    ),
+    "EAGLE-3, window": Tried(Eagle3Head, EAGLE_WINDOW, EAGLE_WINDOW_WHOLE, Unrolled, EagleReference, Eagle3),
+    "P-EAGLE, windows": Tried(PEagleHead, WINDOWS, replace(WINDOWS, draft_vocab=0), Masked, PEagleReference, PEagle),
     "DFlash, windows": Tried(DFlashHead, FLASH_WINDOWS, FLASH_WINDOWS, Blocks, BlockReference, DFlash),
     "DSpark, causal windows": Tried(DSparkHead, SPARK_WINDOWS, SPARK_WINDOWS, Blocks, BlockReference, DSpark),
 }
@@ -166,8 +148,10 @@ def test_each_step_is_what_the_page_drafts_behind_a_text_that_was_read_so_far(na
     assert not list(made.steps([WrittenAnswer([7], [3], 0.0, True)])), "a text of two tokens has no vector to begin at"
 
 
-@pytest.mark.parametrize("decay", [0.7, None])
-@pytest.mark.parametrize("name", [name for name in KINDS if "DFlash 2" not in name])  # its own is of two parts
+BY_PLACE = [(name, 0.7) for name in KINDS if "DFlash 2" not in name]  # its own is of two parts
+
+
+@pytest.mark.parametrize(("name", "decay"), [*BY_PLACE, ("EAGLE-3", None), ("P-EAGLE", None), ("DSpark", None)])
 def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None) -> None:
     """By the reference's own graph, of two answers; without a decay a token weighs as much as the draft comes to it."""
     made, spec = chains_of(name, anchors=3), "kl=0.1,tv=1.8"
@@ -202,8 +186,9 @@ def test_loss_and_gradient_are_those_of_the_page(name: str, decay: float | None)
     assert len(found) == len(list(made.head.parameters()))
 
 
-@pytest.mark.parametrize("decay", [0.8, None])
-@pytest.mark.parametrize("name", ["EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2", "DFlash 2, windows"])
+@pytest.mark.parametrize(
+    ("name", "decay"), [("EAGLE-3", 0.8), ("P-EAGLE", None), ("DSpark, recurrent", 0.8), ("DFlash 2, windows", None)]
+)
 def test_shares_of_processes_add_up(name: str, decay: float | None) -> None:
     """Of answers that have other numbers of chains at each step, one of them none at the last."""
     made = chains_of(name, anchors=4)
@@ -222,10 +207,8 @@ def test_answers_without_a_chain_teach_nothing() -> None:
 
 def test_masks_are_kept_by_their_depth_and_end_with_the_text() -> None:
     """Of 50 places; each is kept at a depth only where it is at all before that, and others in the next pass."""
-    made, answer = (
-        chains_of("P-EAGLE", replace(P_EAGLE, reach=6), kept=0.6),
-        WrittenAnswer(PROMPT, [5] * 50, 0.0, False),
-    )
+    answer = WrittenAnswer(PROMPT, [5] * 50, 0.0, False)
+    made = chains_of("P-EAGLE", replace(P_EAGLE, reach=6), kept=0.6)
     pairs = made.pairs(answer, 3)
     assert [sum(steps > step for steps in pairs.values()) for step in range(3)] == [50, 30, 18]
     assert sorted(pairs) == [*chains_in(answer, 6)] and [*pairs.values()] == sorted(pairs.values(), reverse=True)
@@ -233,11 +216,8 @@ def test_masks_are_kept_by_their_depth_and_end_with_the_text() -> None:
     assert 9 <= sum(steps > 5 for steps in pairs.values()) <= 10, "a fifth, but for those at the end"
     assert pairs == made.pairs(answer, 3) and pairs != made.pairs(answer, 4)
     assert chains_of("P-EAGLE", kept=1.0).pairs(answer, 3) == chains_in(answer, 3)
-
-
-def test_anchors_of_blocks_are_drawn_anew_in_each_pass() -> None:
     made = chains_of("DFlash", anchors=3)
-    pairs = made.pairs(ANSWERS[0], 7)
+    pairs = made.pairs(ANSWERS[0], 7)  # anchors of blocks are drawn anew, too
     assert len(pairs) == 3 and pairs != made.pairs(ANSWERS[0], 8) and pairs == made.pairs(ANSWERS[0], 7)
 
 
@@ -260,16 +240,19 @@ def test_an_embedding_of_its_own_begins_as_the_targets() -> None:
     assert float(head.mask_hidden.detach().abs().min()) > 0.0
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("shape", [{}, {"nodes": 8, "beams": 3}], ids=["chain", "tree"])
+def answered(prompts: list[list[int]], params: SamplingParams) -> list[WrittenAnswer]:
+    answers = zip(prompts, Engine(target(), entropy=4).generate(prompts, params), strict=True)
+    return [WrittenAnswer(prompt, list(each.token_ids), params.temperature, False) for prompt, each in answers]
+
+
+TREES = [(name, {"nodes": 8, "beams": 3}) for name in ("EAGLE-3", "P-EAGLE", "DFlash", "DSpark, recurrent", "DFlash 2")]
+
+
+@pytest.mark.parametrize(("name", "shape"), [*((name, {}) for name in KINDS), *TREES])
 def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: dict[str, int]) -> None:
-    model, kind = target(), KINDS[name]
+    model, kind, params = target(), KINDS[name], SamplingParams(max_tokens=24)
     prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]
-    params = SamplingParams(max_tokens=24)
-    answers = Engine(model).generate(prompts, params)
-    records = [
-        WrittenAnswer(prompt, list(each.token_ids), 0.0, False) for prompt, each in zip(prompts, answers, strict=True)
-    ]
+    records = answered(prompts, params)
     head = random_head(kind.head, kind.whole)
     found = predicted(model, text(*records), 0.0, kind.drafter(head, **shape))
     assert predicted(model, text(*records), 1.0, kind.drafter(head, **shape)) is None
@@ -285,11 +268,7 @@ def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str
     model, kind = target(), KINDS[name]
     reference: Any = kind.reference(as_transformers_runs_it(), random_head(kind.head, kind.whole))
     made: Any = kind.drafter(reference.made, **shape)
-    prompts = [PROMPT, [7]]
-    answers = Engine(model, entropy=4).generate(prompts, SamplingParams(max_tokens=10, temperature=1.0))
-    records = [
-        WrittenAnswer(prompt, list(each.token_ids), 1.0, False) for prompt, each in zip(prompts, answers, strict=True)
-    ]
+    records = answered([PROMPT, [7]], SamplingParams(max_tokens=10, temperature=1.0))
     found = predicted(model, text(*records), 1.0, made)
     calls = 0.0
     for prompt, answer in ((each.prompt, each.answer) for each in records):
@@ -332,15 +311,10 @@ def _tried(p: Tensor, q: Tensor, token: int, draws: int) -> float:
     return hits / 400 / float(p[token])
 
 
-@pytest.mark.parametrize(
-    ("kept", "tied", "own"), [(40, True, True), (64, True, False), (0, True, False), (99, False, True)]
-)
-def test_a_head_over_all_ids_ends_in_the_targets_lm_head(kept: int, tied: bool, own: bool) -> None:
-    """So that other engines read it; one over fewer ids has its own, of as many rows."""
-    made = DFlashTrainingConfig(draft_vocab=kept, tied=tied).entries(48, 64)
-    assert (made["own_output"], made["draft_vocab"]) == (own, 40 if kept == 40 else 0)
-
-
-def test_the_likeliest_ids_are_filled_up_by_the_lowest() -> None:
+def test_a_head_over_all_ids_ends_in_the_targets_lm_head() -> None:
+    """So that other engines read it; one over fewer ids has its own, of as many rows: the likeliest, and others."""
+    for kept, tied, own in ((40, True, True), (64, True, False), (0, True, False), (99, False, True)):
+        made = DFlashTrainingConfig(draft_vocab=kept, tied=tied).entries(48, 64)
+        assert (made["own_output"], made["draft_vocab"]) == (own, 40 if kept == 40 else 0)
     assert likeliest_ids(text(WrittenAnswer(PROMPT, [7, 7, 3, 9, 9, 9], 0.0, False)), 2).tolist() == [7, 9]
     assert likeliest_ids(text(WrittenAnswer(PROMPT, [7, 7, 3], 0.0, False)), 5).tolist() == [0, 1, 2, 3, 7]

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from recipes.common import pretraining_loop
 from safetensors.torch import load_file, save_file
 
 from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reversed_layers, theta_of, untrained
 from support.embedded_models import embedded
-from training.conftest import SHAPE
+from training.conftest import LEARNING, SHAPE, pretrained
 from truedraft import load_model
 from truedraft.kinds.block.training import DFlashTrainingConfig
 from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
@@ -29,14 +28,12 @@ from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.measure.doctor import Diagnosis, Prompt, examine
 from truedraft.measure.variants import case_of, changed
-from truedraft.models.architecture import save_llama
 from truedraft.models.base import LanguageModel
 from truedraft.models.embedded import embedded_folder, embedded_heads
-from truedraft.training.drafts import DraftConfig
 from truedraft.training.heads import train_heads
-from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
+from truedraft.training.optimizer import WarmupStableDecay
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.data import Curriculum, save_tokenizer
+from truedraft.training.texts.data import save_tokenizer
 from truedraft.training.texts.prompts import PromptSets
 
 PROMPTS, TOKENS = 14, 14
@@ -46,14 +43,8 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n<|endoftext|>
 @pytest.fixture(scope="module")
 def deep_folder(tmp_path_factory, tokenizer, stream) -> Path:
     """A target with layers enough to be one off, that has learned its text."""
-    folder = tmp_path_factory.mktemp("deep")
-    rates, curriculum = OptimizerConfig(1e-2, 1e-2), Curriculum(32, 64, 256, 256)
-    config = DraftConfig(schedule=WarmupStableDecay(3, 60, 10), optimizer=rates, curriculum=curriculum)
-    loop = pretraining_loop(replace(SHAPE, layers=8), config, stream, folder / "work")
-    loop.run()
-    save_llama(loop.model, folder)
-    save_tokenizer(tokenizer, folder)
-    return folder
+    config = replace(LEARNING, schedule=WarmupStableDecay(3, 60, 10))
+    return pretrained(tmp_path_factory.mktemp("deep"), tokenizer, stream, config, replace(SHAPE, layers=8))
 
 
 @pytest.fixture(scope="module")
@@ -133,23 +124,18 @@ def test_a_fault_of_a_head_is_named(drafter, plant, name, heads, target, asked) 
     assert all(torch.equal(each, case.part.state_dict()[name]) for name, each in found.part.state_dict().items())
 
 
-def test_ids_in_the_table_of_offsets_are_named(heads, target, asked, tmp_path) -> None:
-    """Such a folder of another project cannot be loaded as it is."""
-    write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path)
+def test_faults_of_a_folder_of_numbers_and_of_an_overflow_are_named(
+    heads, target, deep_folder, asked, tmp_path
+) -> None:
+    """A folder of another project with ids in its table of offsets cannot be loaded as it is."""
+    head = Eagle3Head.load(heads["eagle"])
+    write_eagle_folder(head, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["d2t"] = weights["d2t"] + torch.arange(64)
     save_file(weights, tmp_path / "model.safetensors")
-    found = diagnosed(tmp_path, target, asked)
-    assert [each.name for each in found.faults] == ["d2t as ids"]
-
-
-def test_numbers_that_bfloat16_cannot_tell_apart_are_named(heads, deep_folder, asked) -> None:
-    planted = far_apart(Eagle3Head.load(heads["eagle"]), by=300.0)
-    found = diagnosed(heads["eagle"], load_model(deep_folder, dtype="bfloat16"), asked, planted)
-    assert [each.name for each in found.faults] == ["float32"]
-
-
-def test_an_overflow_is_named(heads, target, asked) -> None:
+    assert [each.name for each in diagnosed(tmp_path, target, asked).faults] == ["d2t as ids"]
+    planted, short = far_apart(head, by=300.0), load_model(deep_folder, dtype="bfloat16")
+    assert [each.name for each in diagnosed(heads["eagle"], short, asked, planted).faults] == ["float32"]
     head = Eagle3Head.load(heads["eagle"])
     broken = changed(head, {}, weights={"fc.weight": (1e6 * head.state_dict()["fc.weight"]).half().bfloat16()})
     found = diagnosed(heads["eagle"], target, asked, broken)
@@ -205,11 +191,11 @@ def test_a_head_that_never_saw_the_chat_template_is_named(heads, target, tokeniz
     backend = target.tokenizer.backend
     backend.chat_template = TEMPLATE
     try:
-        texts = [(each.name, backend.decode(each.ids)) for each in asked]
-        chats = [
-            Prompt(name, text, tuple(target.tokenizer.chat([{"role": "user", "content": text}])))
-            for name, text in texts
-        ]
+        chats = []
+        for each in asked:
+            text = backend.decode(each.ids)
+            ids = target.tokenizer.chat([{"role": "user", "content": text}])
+            chats.append(Prompt(each.name, text, tuple(ids)))
         found = diagnosed(heads["plain eagle"], target, chats)
     finally:
         backend.chat_template = None

@@ -17,7 +17,6 @@ from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.training.evaluate import (
     EngineEvaluation,
     EngineRound,
-    count_answers,
     evaluate_pair,
     mean_loss,
     measure_in_engine,
@@ -30,13 +29,10 @@ SHAPE = LlamaShape(vocab_size=20, width=16, layers=1, heads=2, kv_heads=1, inter
 
 @pytest.fixture
 def pair():
-    models = []
-    for seed in (1, 2):
-        model = new_llama(SHAPE, seed=seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4)  # distributions far from uniform
-        models.append(model)
+    models = [new_llama(SHAPE, seed=seed) for seed in (1, 2)]
+    with torch.no_grad():
+        for parameter in (*models[0].parameters(), *models[1].parameters()):
+            parameter.mul_(4)  # distributions far from uniform
     return models
 
 
@@ -62,30 +58,18 @@ def test_pair_against_brute_force(pair, short_stream):
     assert report.tokens == 22
     assert report.alpha == pytest.approx(sum(overlaps) / 22, abs=1e-5)
     assert report.greedy_agreement == pytest.approx(sum(agreements) / 22)
-
-
-def test_a_model_agrees_with_itself(pair, short_stream):
-    report = evaluate_pair(pair[0], pair[0], short_stream)
-    assert report.alpha == pytest.approx(1.0, abs=1e-5)
-    assert report.greedy_agreement == 1.0
-
-
-def test_loss(pair, short_stream):
-    ids = short_stream.tolist()
-    expected = -sum(math.log(dist(pair[0], ids[:end])[ids[end]]) for end in range(1, 23)) / 22
-    assert mean_loss(pair[0], short_stream, length=64) == (pytest.approx(expected, abs=1e-4), 22)
-
-
-def test_max_tokens_and_empty_text(pair, short_stream):
-    assert evaluate_pair(*pair, short_stream, length=8, max_tokens=10).tokens == 10
+    same = evaluate_pair(pair[0], pair[0], short_stream, length=8, max_tokens=10)
+    assert (same.tokens, same.greedy_agreement, same.alpha) == (10, 1.0, pytest.approx(1.0, abs=1e-5))
     with pytest.raises(DataError, match="fewer than two tokens"):
         evaluate_pair(*pair, short_stream[:1])
 
 
-def test_the_models_keep_their_mode(pair, short_stream):
-    pair[0].train()
-    mean_loss(pair[0], short_stream)
-    assert pair[0].training
+def test_loss_and_the_mode_of_a_model_which_stays(pair, short_stream):
+    ids, model = short_stream.tolist(), pair[0]
+    expected = -sum(math.log(dist(model, ids[:end])[ids[end]]) for end in range(1, 23)) / 22
+    model.train()
+    assert mean_loss(model, short_stream, length=64) == (pytest.approx(expected, abs=1e-4), 22)
+    assert model.training
 
 
 def test_answers_are_counted_as_far_as_they_are_when_the_time_is_up(target_folder):
@@ -97,12 +81,11 @@ def test_answers_are_counted_as_far_as_they_are_when_the_time_is_up(target_folde
     rounds = [EngineRound(0.0, NoDrafter, {"round": number}) for number in range(3)]
     found = measure_in_engine(model, rounds, prompts, budget=budget)
     assert next(clock) < 60 + 3 * 20, "each round takes its part, and the least that is measured"
-    whole = count_answers(model, NoDrafter(), prompts, 0.0)
-    calls = sum(each.target_calls for each in whole)
+    (whole,) = measure_in_engine(model, rounds[:1], prompts)
+    calls = whole.stats.target_calls
+    assert len(whole.answers) == 6 and all(each.emitted_tokens > 60 for each in whole.answers)
     assert all(16 <= each.stats.target_calls < calls for each in found)
     assert all(each.stats.mean_acceptance_length == 1.0 for each in found)
-    unlimited = measure_in_engine(model, rounds[:1], prompts)
-    assert unlimited[0].answers == whole
 
 
 def test_a_promise_departs_only_beyond_chance() -> None:

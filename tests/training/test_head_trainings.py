@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import shutil
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from support.linear_kind import LinearDrafter, LinearTrainingConfig
-from training.head_runs import assert_resumed_equals_uninterrupted, copied, log_of, trained_in
+from training.head_runs import assert_resumed_equals_uninterrupted, copied, full_disk, log_of, trained_in
 from truedraft import Engine, SamplingParams, load_model, training
 from truedraft.core.stats import Counters
 from truedraft.drafters import DFlash, DSpark, Eagle3, PEagle
@@ -33,11 +32,9 @@ from truedraft.kinds.redrafter import traced_beams
 from truedraft.kinds.redrafter.drafter import Redrafter
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
-from truedraft.training import evaluate
 from truedraft.training.heads import HeadJob, lm_head_of, starting_head, train_heads
 from truedraft.training.loop import Callbacks
 from truedraft.training.texts.answer_writer import WritingConfig
-from truedraft.training.texts.prompts import PromptSets
 
 ANSWER = 20
 COMMON: dict[str, Any] = {
@@ -68,18 +65,10 @@ SIZES: dict[str, Any] = {  # what is measured at each temperature, by the entry 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_answers():
-    """What is measured at the end takes most of the time of these tests."""
+def few_positions(short_answers):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "_TOKENS", ANSWER)
         patch.setattr(traced_beams, "_POSITIONS", 40)
         yield
-
-
-@pytest.fixture(scope="module")
-def prompts(stream):
-    pieces = [stream[first : first + 12].tolist() for first in range(0, 900, 30)]
-    return PromptSets(pieces[:20], pieces[20:26], pieces[26:29], stream[900:1000])
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +140,30 @@ def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(kind, training_of,
     assert_resumed_equals_uninterrupted(training_of(kind), learned_folder, prompts, tmp_path, KINDS[kind], killed_at=4)
 
 
-def test_another_configuration_is_refused_by_name(training_of, learned_folder, prompts, tmp_path):
-    folder, config = tmp_path / "out", KINDS["redrafter"]
-    shutil.copytree(training_of("redrafter")[0], folder)
+CHANGES: dict[str, dict[str, Any]] = {
+    "medusa": {
+        "heads was 2 and is now 3": {"heads": 3},
+        "law_share was 1.0 and is now 0.5": {"law_share": 0.5},
+        "optimizer.matrix_rate was 0.02 and is now 0.01": {"learning_rate": 1e-2},
+        "answer_tokens was 16 and is now 15": {"writing": WritingConfig(answer_tokens=15)},
+    },
+    "redrafter": {
+        f"{name} was {getattr(KINDS['redrafter'], name)} and is now {value}": {name: value}
+        for name, value in {"length": 4, "loss": "tv", "self_fed": 0.0, "laws": "stored", "place_decay": 0.7}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_another_configuration_is_refused_by_name(kind, training_of, learned_folder, prompts, tmp_path):
+    folder, config = tmp_path / "out", KINDS[kind]
+    shutil.copytree(training_of(kind)[0], folder)
     record = (folder / "work" / "run.json").read_text()
-    for name, value in {"length": 4, "loss": "tv", "self_fed": 0.0, "laws": "stored", "place_decay": 0.7}.items():
-        with pytest.raises(OptionError, match=f"{name} was {getattr(config, name)} and is now {value}"):
-            train_heads(learned_folder, prompts, folder, replace(config, **{name: value}))
+    for message, changes in CHANGES[kind].items():
+        with pytest.raises(OptionError, match=message):
+            train_heads(learned_folder, prompts, folder, replace(config, **changes))
+    with pytest.raises(OptionError, match="prompts_sha256"):
+        train_heads(learned_folder, replace(prompts, train=prompts.train[:-1]), folder, config)
     assert (folder / "work" / "run.json").read_text() == record
 
 
@@ -215,10 +221,9 @@ def test_a_recurrent_head_keeps_its_calibration(training_of):
     assert Redrafter(kept).size_plans(SamplingParams(max_tokens=ANSWER))
 
 
-@pytest.mark.parametrize("loss", ["kl", "tv=0.5,kl=0.5"])
-def test_training_teaches_a_recurrent_head(learned_folder, prompts, tmp_path, training_of, loss):
+def test_training_teaches_a_recurrent_head(learned_folder, prompts, tmp_path, training_of):
     trained = training_of("redrafter")
-    long = replace(KINDS["redrafter"], steps=40, evaluate_every=40, loss=loss, self_fed=0.0)
+    long = replace(KINDS["redrafter"], steps=40, evaluate_every=40, loss="tv=0.5,kl=0.5", self_fed=0.0)
     result = train_heads(learned_folder, prompts, copied(trained, tmp_path), long)
     log = log_of(tmp_path)
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]
@@ -227,23 +232,16 @@ def test_training_teaches_a_recurrent_head(learned_folder, prompts, tmp_path, tr
 
 
 def test_distributions_are_stored_once_and_read_again_also_behind_a_full_disk(
-    training_of, learned_folder, prompts, tmp_path, monkeypatch
+    training_of, learned_folder, prompts, tmp_path
 ):
-    said, opened = [], Path.open
-
-    def full(path, mode="r", *rest, **more):
-        if path.name.startswith("train.laws") and "r" not in mode:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, mode, *rest, **more)
-
+    said: list[str] = []
     config = replace(KINDS["redrafter"], laws="stored", steps=3)
     copied(training_of("redrafter"), tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
-        patch.setattr(Path, "open", full)
+    with full_disk("train.laws"), pytest.raises(TrainingError, match="No space left on device"):
         train_heads(learned_folder, prompts, tmp_path, config)
     assert not [*(tmp_path / "work").glob("checkpoint.pt.*")]
-    train_heads(learned_folder, prompts, tmp_path, config, callbacks=Callbacks(lambda *words: said.append(words)))
-    assert {what for what, *_ in said} >= {"storing distributions", "training"}
+    train_heads(learned_folder, prompts, tmp_path, config, callbacks=Callbacks(lambda what, *_: said.append(what)))
+    assert {*said} >= {"storing distributions", "training"}
     lines = (tmp_path / "work" / "train.jsonl").read_text().splitlines()
     tokens = sum(len(json.loads(line)["answer"]) for line in lines)
     assert (tmp_path / "work" / "train.laws").stat().st_size == tokens * 65 * 2

@@ -75,12 +75,9 @@ def test_the_shares_are_those_of_counting(head, lm_head, text, monkeypatch):
     assert 0.0 < found[f"{head.place_word}_1_top_5"] < 1.0
 
 
-def test_some_answers_of_every_temperature_are_read(head, lm_head, text):
+def test_some_answers_of_every_temperature_are_read_and_too_short_ones_refused(head, lm_head, text):
     assert len(HeldOutAccuracy.on(head, lm_head, text, 1000).windows) == 3
     assert len(HeldOutAccuracy.on(head, lm_head, text, 11).windows) == 2
-
-
-def test_answers_shorter_than_the_reach_are_refused(head, lm_head, text):
     short = SelfDistillationData(text.records[1:2], text.bits[12:15])
     with pytest.raises(DataError, match="fewer than the 4 tokens that heads which reach 2 tokens ahead"):
         HeldOutAccuracy.on(head, lm_head, short, 1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from truedraft.errors import TrainingError
 from truedraft.models.architecture import LlamaShape, new_llama
 from truedraft.models.lm_head import LmHead
 from truedraft.training import losses
@@ -64,7 +62,7 @@ def test_the_likeliest_tokens_and_the_mass_of_the_rest(lm_head, text, tmp_path, 
     assert per_row == 64 * 4 + 65 * 2  # as the module's text says
 
 
-def test_an_interruption_is_gone_on_with(lm_head, text, tmp_path, monkeypatch):
+def test_an_interruption_is_gone_on_with_and_finished_files_are_only_read(lm_head, text, tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "_STORED", 8)
     (tmp_path / "a").mkdir()
     keep_target(text, lm_head, tmp_path / "a", "train")
@@ -76,31 +74,13 @@ def test_an_interruption_is_gone_on_with(lm_head, text, tmp_path, monkeypatch):
         (folder / "train.laws").write_bytes(whole["train.laws"][:logs])
         keep_target(text, lm_head, folder, "train")
         assert contents(folder) == whole
-
-
-def test_finished_files_are_only_read(lm_head, text, tmp_path, monkeypatch):
-    keep_target(text, lm_head, tmp_path, "train")
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("a finished file was opened to be written"))
-    keep_target(text, lm_head, tmp_path, "train")
+    keep_target(text, lm_head, tmp_path / "a", "train")
 
 
 def test_a_small_vocabulary_keeps_all_but_one(lm_head, text, tmp_path):
     probs = keep_target(text, LmHead(lm_head.weight[:5], None, lm_head.finish), tmp_path, "train")
     assert probs.ids.shape == (ROWS, 4) and np.isfinite(probs.logs).all()
-
-
-def test_a_full_disk_is_one_sentence(lm_head, text, tmp_path, monkeypatch):
-    opened = Path.open
-
-    def full(path, mode="r", *rest, **more):
-        if path.suffix == ".laws":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, mode, *rest, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device; what was fini"):
-        patch.setattr(Path, "open", full)
-        keep_target(text, lm_head, tmp_path, "train")
-    keep_target(text, lm_head, tmp_path, "train")
 
 
 def gradient_of(rows: TargetRows, logits: torch.Tensor, at: torch.Tensor, loss) -> tuple[torch.Tensor, float]:
@@ -130,15 +110,11 @@ def test_the_rest_of_a_truncated_distribution_is_one_bucket():
         rest, kept = slopes
         # The rest's slope goes to its tokens by what they have: 1/6, 1/6 and 2/3 of 3/4.
         assert gradient[0].tolist() == pytest.approx([rest / 6, rest / 6, kept, rest * 2 / 3], abs=1e-3)
+    labels = kept_rows([[2], [2]], [[0.5, 0.5]] * 2, [0, 2]).losses(own[[0, 0]], torch.tensor([0, 1]), CrossEntropy())
+    assert labels.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25)], abs=1e-6), "of the rest, and kept"
 
 
-def test_a_label_outside_of_the_kept_ones_is_the_rest():
-    own = torch.tensor([[0.125, 0.125, 0.25, 0.5]] * 2).log()
-    found = kept_rows([[2], [2]], [[0.5, 0.5]] * 2, [0, 2]).losses(own, torch.tensor([0, 1]), CrossEntropy())
-    assert found.tolist() == pytest.approx([-math.log(0.75), -math.log(0.25)], abs=1e-6)
-
-
-@pytest.mark.parametrize("spec", ["kl", "reverse-kl", "tv", "jsd", "kl=0.5,ce=0.5"])
+@pytest.mark.parametrize("spec", ["reverse-kl", "kl=0.5,ce=0.5"])
 def test_gradients_of_truncated_distributions_equal_autograd_on_the_buckets(spec):
     noise = torch.Generator().manual_seed(2)
     rows, vocab, kept = 6, 13, 3

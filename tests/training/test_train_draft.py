@@ -26,7 +26,7 @@ from truedraft.errors import (
     VocabularyMismatchError,
 )
 from truedraft.models.architecture import load_causal_lm, new_llama, save_llama
-from truedraft.training import drafts, evaluate
+from truedraft.training import drafts
 from truedraft.training.drafts import DraftConfig, train_draft
 from truedraft.training.loop import Callbacks, TrainingLoop, checkpoint_of
 from truedraft.training.optimizer import WarmupStableDecay
@@ -42,10 +42,7 @@ def config(steps=30, **changes):
     return DraftConfig(**(sizes | changes), schedule=WarmupStableDecay(2, steps, 10), curriculum=CURRICULUM)
 
 
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch):
-    """What is measured at the end takes most of the time of these tests."""
-    monkeypatch.setattr(evaluate, "_TOKENS", 12)
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 @pytest.fixture
@@ -68,13 +65,15 @@ def train(target_folder, data, tmp_path):
     return run
 
 
-def test_distillation_raises_alpha(train):
-    steps = []
+def test_distillation_raises_alpha_and_an_earlier_draft_begins_there(train, tmp_path):
+    steps, more = [], []
     result = train(config(), on_step=steps)
     alphas = [each.values["alpha"] for each in steps]
     assert sum(alphas[-5:]) / 5 > sum(alphas[:5]) / 5 + 0.15
     assert result.report.alpha > alphas[0] + 0.15
     assert (result.steps, result.tokens) == (40, 40 * 256)
+    train(config(steps=2, start_from=tmp_path / "out"), "two", on_step=more)
+    assert more[0].values["alpha"] > 0.4  # a new draft begins below 0.2
 
 
 def test_the_result_is_an_ordinary_folder_with_a_card_and_nothing_is_written_to_the_screen(
@@ -94,6 +93,9 @@ def test_the_result_is_an_ordinary_folder_with_a_card_and_nothing_is_written_to_
     for served in result.evaluations:
         row = f"temperature {served.temperature:g}, 4 drafted tokens | {served.stats.mean_acceptance_length:.2f} |"
         assert f"| tokens per target call, {row}" in card
+    text = "def add_seven(left, right):\n    total = left + right\n"
+    (tmp_path / "held.txt").write_text(text * 3)
+    assert 10 < train(config(steps=2), "held", held_out=[tmp_path / "held.txt"]).report.tokens < 200
 
 
 def test_acceptance_is_that_of_the_engine(train, target_folder, tmp_path):
@@ -104,7 +106,7 @@ def test_acceptance_is_that_of_the_engine(train, target_folder, tmp_path):
     target, drafter = load_model(target_folder), DraftModel(load_model(tmp_path / "out"), num_speculative_tokens=4)
     for served, temperature in zip(result.evaluations, (0.0, 1.0), strict=True):
         engine = Engine(target, drafter, controller="fixed", entropy=0)
-        answers = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature))
+        answers = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=temperature))
         emitted, calls = (sum(getattr(a.stats, name) for a in answers) for name in ("emitted_tokens", "target_calls"))
         assert (served.stats.emitted_tokens, served.stats.target_calls) == (emitted, calls)
         assert served.stats.mean_acceptance_length == emitted / calls and served.temperature == temperature
@@ -131,7 +133,12 @@ def test_text_that_is_read_too_often_is_said_and_then_refused(train, tokenizer, 
         train(replace(often, schedule=WarmupStableDecay(1, 50 * steps, 1)), "b", short)
 
 
-def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(train, tmp_path):
+def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(train, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "trial", lambda loop: (20.0, 1000))
+        with pytest.raises(TrainingError, match="there is time for 2 steps of training, 20 s each, from which"):
+            train(config(), budget=TimeBudget(1), on_plan=[])
+    assert not (tmp_path / "out").exists(), "the target has written nothing"
     clock, said, notes = iter(range(0, 10**9, 5)), [], []
     result = train(config(), budget=TimeBudget(1.0, lambda: float(next(clock))), on_plan=said, on_note=said)
     assert 1 <= result.steps <= 12 and result.evaluations and result.report.tokens > 0
@@ -139,13 +146,6 @@ def test_within_minutes_it_trains_less_and_goes_on_with_what_it_began(train, tmp
     more = train(config(), budget=TimeBudget(60), on_note=notes)
     begun = checkpoint_of(tmp_path / "out" / "work")[1]
     assert more.steps == begun["schedule.stable_steps"] + begun["schedule.decay_steps"] <= 40 and notes == []
-
-
-def test_few_steps_are_refused_before_the_target_writes(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "trial", lambda loop: (20.0, 1000))
-    with pytest.raises(TrainingError, match="there is time for 2 steps of training, 20 s each, from which"):
-        train(config(), budget=TimeBudget(1), on_plan=[])
-    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_are_answered_by_the_target_and_their_answers_learned(train, tokenizer, tmp_path):
@@ -209,26 +209,6 @@ def test_interrupted_and_called_again_it_goes_on(train):
         train(replace(small, width=64))
 
 
-def test_start_from_an_earlier_draft(train, tmp_path):
-    train(config(), "one")
-    steps = []
-    train(config(steps=2, start_from=tmp_path / "one"), "two", on_step=steps)
-    assert steps[0].values["alpha"] > 0.4  # a new draft begins below 0.2
-
-
-def test_held_out_files_are_measured_on(train, tmp_path):
-    (tmp_path / "held.txt").write_text("def add_seven(left, right):\n    total = left + right\n" * 3)
-    assert 10 < train(config(steps=2), held_out=[tmp_path / "held.txt"]).report.tokens < 200
-
-
-def test_bad_data_is_refused(train, target_folder, tmp_path):
-    with pytest.raises(DataError, match="no training data was given"):
-        train_draft(target_folder, [], tmp_path / "out", config())
-    (tmp_path / "short.txt").write_text("x = 1\n")
-    with pytest.raises(DataError, match="give more text or a shorter sequence length"):
-        train(config(), data=tmp_path / "short.txt")
-
-
 def test_another_vocabulary_is_refused(train, target_folder, tmp_path):
     save_llama(new_llama(replace(SHAPE, vocab_size=290), seed=0), tmp_path / "other")
     save_tokenizer(train_tokenizer(["some other text"], vocab_size=270, context=64), tmp_path / "other")
@@ -260,12 +240,14 @@ def test_a_target_that_cannot_be_used_is_an_error_of_ours(
         train(config(), target=name)
 
 
-def test_sizes_that_make_no_model_are_refused():
-    for sizes, message in (
-        ({"width": 30}, "multiple of twice the heads"),
-        ({"kv_heads": 3}, "multiple of the kv heads"),
-    ):
-        with pytest.raises(OptionError, match=message):
+def test_unusable_data_and_sizes(train, target_folder, tmp_path):
+    with pytest.raises(DataError, match="no training data was given"):
+        train_draft(target_folder, [], tmp_path / "out", config())
+    (tmp_path / "short.txt").write_text("x = 1\n")
+    with pytest.raises(DataError, match="give more text or a shorter sequence length"):
+        train(config(), data=tmp_path / "short.txt")
+    for sizes in ({"width": 30}, {"kv_heads": 3}):
+        with pytest.raises(OptionError, match=r"must be a multiple of (twice the|the kv) heads"):
             config(**sizes)
 
 
@@ -273,10 +255,7 @@ def test_sequences_longer_than_the_context_are_cut_and_that_is_said(train):
     notes = []
     train(replace(config(steps=2), curriculum=Curriculum(256, 512, 512, 512)), on_note=notes)
     assert notes == ["the context is 128 tokens, so training uses sequences of 128, and of 128 while the rate decays"]
-
-
-@pytest.mark.parametrize(("context", "step", "expected"), [(1000, 4096, 512), (300, 3000, 300), (299, 3000, 250)])
-def test_sequences_are_cut_to_a_short_context(context, step, expected):
-    fitted = Curriculum(step // 2, step, tokens_per_step=step).fitting(context)
-    assert (fitted.stable_length, fitted.decay_length) == (expected, expected)
+    for context, step, expected in ((1000, 4096, 512), (300, 3000, 300), (299, 3000, 250)):
+        fitted = Curriculum(step // 2, step, tokens_per_step=step).fitting(context)
+        assert (fitted.stable_length, fitted.decay_length) == (expected, expected)
     assert Curriculum().fitting(2048) == Curriculum()

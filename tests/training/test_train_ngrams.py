@@ -16,7 +16,7 @@ from truedraft.drafters import NgramDrafter
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.drafters.registry import TrainedDrafter, find_drafters
 from truedraft.errors import DataError, OptionError, VocabularyMismatchError
-from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, evaluate, train_ngrams
+from truedraft.training import Callbacks, NgramConfig, TimeBudget, WritingConfig, count_ngrams, train_ngrams
 from truedraft.training import ngrams as module
 from truedraft.training.texts.data import save_tokenizer
 
@@ -24,9 +24,7 @@ ANSWERS = NgramConfig(tokens=48, prompt_tokens=8, answers=WritingConfig(answer_t
 
 
 @pytest.fixture(autouse=True)
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured at the end takes most of the time of these tests."""
-    monkeypatch.setattr(evaluate, "_TOKENS", 8)
+def few_prompts(short_answers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TEST_PROMPTS", 2)
 
 
@@ -97,14 +95,6 @@ def test_without_held_out_text_the_end_is_kept_back(target_folder, tokenizer, tm
     assert result.evaluations
 
 
-def test_long_texts_are_read_in_pieces_that_end_with_lines(monkeypatch):
-    text = "".join(f"line {number}\n" for number in range(40)) + "x" * 100 + "\nend"
-    monkeypatch.setattr(module, "_PIECE", 32)
-    pieces = list(module._pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 32
-    assert all(piece.endswith("\n") for piece in pieces[:10])
-
-
 def test_no_more_text_is_counted_than_allowed(target_folder, tokenizer, data, held_out, tmp_path):
     notes: list[str] = []
     config = NgramConfig(max_text_tokens=30, min_count=1)
@@ -122,18 +112,28 @@ def test_no_more_text_is_counted_than_allowed(target_folder, tokenizer, data, he
     assert notes and notes[0].startswith("the first 30 tokens of the text are counted, ")
 
 
-@pytest.mark.parametrize("short", [0, 1, 5])
-def test_what_is_cut_from_the_last_piece_of_a_text_is_told(tokenizer, short) -> None:
+def test_what_is_cut_from_the_last_piece_of_a_text_is_told(tokenizer, monkeypatch) -> None:
+    """Long texts are read in pieces that end with lines; ids that the target lacks are refused."""
     notes: list[str] = []
-    texts = ["def f(a):\n    return a\n", "import os\nimport sys\n"]
-    whole = module._encoded(texts, tokenizer, 1 << 20, 1 << 20, Callbacks(on_note=notes.append))
-    assert not notes
-    counted = sum(len(document) - 1 for document in whole)
-    cut = module._encoded(texts, tokenizer, 1 << 20, counted - short, Callbacks(on_note=notes.append))
-    assert sum(len(document) - 1 for document in cut) == counted - short
-    assert len(notes) == (1 if short else 0), "all of it is no cut"
-    assert all(f"the first {counted - short} tokens of the text are counted, " in note for note in notes)
-    assert not any("100%" in note for note in notes)
+
+    def encoded(most: int, vocab_size: int = 1 << 20) -> int:
+        texts = ["def f(a):\n    return a\n", "import os\nimport sys\n"]
+        found = module._encoded(texts, tokenizer, vocab_size, most, Callbacks(on_note=notes.append))
+        return sum(len(document) - 1 for document in found)
+
+    whole = encoded(1 << 20)
+    assert encoded(whole) == whole and not notes, "all of it is no cut"
+    for short in (1, 5):
+        assert encoded(whole - short) == whole - short
+        told = notes.pop()
+        assert told.startswith(f"the first {whole - short} tokens of the text are counted, ") and "100%" not in told
+    with pytest.raises(DataError, match=r"the text has the token id \d+, and the target has 20 ids; leave out what"):
+        encoded(100, 20)
+    text = "".join(f"line {number}\n" for number in range(40)) + "x" * 100 + "\nend"
+    monkeypatch.setattr(module, "_PIECE", 32)
+    pieces = list(module._pieces(text))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 32
+    assert all(piece.endswith("\n") for piece in pieces[:10])
 
 
 def test_answers_of_the_target_are_counted_and_going_on_gives_the_same_table(
@@ -212,50 +212,34 @@ def test_unusable_text_and_sizes(target_folder, held_out, tmp_path, text, config
     assert not (tmp_path / "out").exists()
 
 
-def test_text_with_ids_that_the_target_lacks_is_refused(tokenizer):
-    with pytest.raises(DataError, match=r"the text has the token id \d+, and the target has 20 ids; leave out what"):
-        module._encoded(["def add_one"], tokenizer, 20, 100, Callbacks())
-
-
-def test_another_target_than_the_embedded_one_needs_text(target_folder, tmp_path):
-    with pytest.raises(DataError, match=r"there is no text to count for .* with --data FILE"):
-        train_ngrams(target_folder, [], tmp_path / "out")
-
-
-def test_unusable_options() -> None:
+def test_unusable_options_and_no_text(target_folder, tmp_path) -> None:
     for options in ({"order": 0}, {"min_count": 0}, {"max_text_tokens": 0}, {"max_bytes": "much"}):
         with pytest.raises(OptionError):
             NgramConfig(**options)
+    with pytest.raises(OptionError, match="order must be 1 or more and at most 8, got 9"):
+        NgramConfig(order=9)
+    with pytest.raises(DataError, match="the text has no token"):
+        count_ngrams([[], []], 3, 2)
+    with pytest.raises(DataError, match=r"there is no text to count for .* with --data FILE"):
+        train_ngrams(target_folder, [], tmp_path / "out")
 
 
 def test_a_table_takes_no_more_bytes_than_allowed() -> None:
     generator = np.random.default_rng(1)
     texts = [generator.zipf(1.3, 400) % 50 for _ in range(20)]
-    sizes, counts = [], []
+    sizes, counts, told = [], [], list[tuple[int, ...]]()
+
+    def size(table: NgramTable) -> int:
+        return sum(getattr(level, name).nbytes for level in table.levels for name in type(level).__slots__)
+
     for allowed in (300_000, 60_000, 50_000, 45_000):
-        table = count_ngrams(texts, 50, 4, max_bytes=allowed)
-        held = sum(getattr(level, name).nbytes for level in table.levels for name in type(level).__slots__)
+        table = count_ngrams(texts, 50, 4, max_bytes=allowed, on_progress=lambda *counts: told.append(counts))
+        held = size(table)
         sizes.append(held)
         counts.append(table.facts.min_count)
         assert held <= allowed + 8 * table.order, "where children start has one entry more than there are contexts"
         assert same(table, count_ngrams(texts, 50, 4, min_count=table.facts.min_count))
         if table.facts.min_count > 1:
-            less = count_ngrams(texts, 50, 4, min_count=table.facts.min_count - 1)
-            assert sum(getattr(level, n).nbytes for level in less.levels for n in type(level).__slots__) > allowed
+            assert size(count_ngrams(texts, 50, 4, min_count=table.facts.min_count - 1)) > allowed
     assert sizes == sorted(sizes, reverse=True) and counts == sorted(counts) and counts[0] == 1 < counts[-1]
-
-
-def test_counting_tells_how_far_it_is() -> None:
-    told: list[tuple[int, int]] = []
-    count_ngrams([[0, 1, 2, 0, 1]], 3, 3, on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(number, 6) for number in range(1, 7)]
-
-
-def test_nothing_to_count_is_refused() -> None:
-    with pytest.raises(DataError, match="the text has no token"):
-        count_ngrams([[], []], 3, 2)
-
-
-def test_an_order_that_no_table_has_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(OptionError, match="order must be 1 or more and at most 8, got 9"):
-        NgramConfig(order=9)
+    assert told[:8] == [(number, 8) for number in range(1, 9)], "it tells how far it is"

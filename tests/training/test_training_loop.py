@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -42,37 +43,36 @@ def weights(loop) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
 
 
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
-
-
-@pytest.mark.parametrize("killed_at", [1, 4, 6, 7])
-def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(stream, tmp_path, killed_at):
-    whole = new_loop(stream, tmp_path / "whole")
-    whole.run()
-
-    def kill(record):
-        if record.step == killed_at:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        new_loop(stream, tmp_path / "killed").run(on_step=kill)
-    resumed = new_loop(stream, tmp_path / "killed")
-    progress = resumed.run()
-    assert_same(weights(whole), weights(resumed))
-    assert (progress.step, progress.tokens) == (9, 9 * 128)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / LOG).read_text().splitlines()]
-    assert steps == list(range(9))  # no step is logged twice
-
-
 @pytest.fixture
 def whole(stream, tmp_path):
     """The weights of an uninterrupted run."""
     loop = new_loop(stream, tmp_path / "whole")
     loop.run()
     return weights(loop)
+
+
+def assert_resumes(stream, folder, whole, first):
+    """To the bit, from the step whose checkpoint is there, and no step is logged twice."""
+    assert (checkpoint_of(folder) or (0,))[0] == first
+    resumed, steps = new_loop(stream, folder), []
+    progress = resumed.run(on_step=lambda record: steps.append(record.step))
+    assert (progress.step, progress.tokens) == (9, 9 * 128) and steps == list(range(first, 9))
+    found = weights(resumed)
+    assert found.keys() == whole.keys()
+    for name in whole:
+        assert torch.equal(found[name], whole[name]), name
+    assert [json.loads(line)["step"] for line in (folder / LOG).read_text().splitlines()] == list(range(9))
+
+
+@pytest.mark.parametrize("killed_at", [1, 6, 7])
+def test_resumed_after_a_kill_equals_uninterrupted_to_the_bit(stream, tmp_path, whole, killed_at):
+    def kill(record):
+        if record.step == killed_at:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        new_loop(stream, tmp_path / "killed").run(on_step=kill)
+    assert_resumes(stream, tmp_path / "killed", whole, killed_at)
 
 
 class Clock:
@@ -99,11 +99,7 @@ def test_checkpoints_come_by_time(stream, tmp_path, whole):
     assert [(each.step, each.total_steps, each.tokens) for each in saved] == [(3, 9, 384), (6, 9, 768)]
     assert [each.left_s for each in saved] == [300.0, 150.0]  # six and three steps of fifty seconds
     assert saved[1].path == tmp_path / "slow" / CHECKPOINT and saved[1].loss > 0.0
-    assert checkpoint_of(tmp_path / "slow")[0] == 6
-    resumed, steps = new_loop(stream, tmp_path / "slow"), []
-    resumed.run(on_step=lambda record: steps.append(record.step))
-    assert steps == [6, 7, 8]
-    assert_same(whole, weights(resumed))
+    assert_resumes(stream, tmp_path / "slow", whole, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -127,30 +123,19 @@ def interrupting(objective, at):
     objective.accumulate = interrupted
 
 
-def test_ctrl_c_inside_a_step_ends_it_and_saves(stream, tmp_path, whole):
+@pytest.mark.parametrize(("at", "saved"), [([8], 5), ([8, 9], 0)], ids=["once", "twice"])
+def test_ctrl_c_inside_a_step_ends_it_and_saves_but_who_interrupts_twice_does_not_wait(
+    stream, tmp_path, whole, at, saved
+):
+    """In the passes of step 4, of which there are two."""
     loop = new_loop(stream, tmp_path / "interrupted")
     loop.folder.checkpoint_every_s = 1e9
-    interrupting(loop.objective, [8])  # the first of two passes of step 4
+    interrupting(loop.objective, at)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         loop.run()
     assert signal.getsignal(signal.SIGINT) is handler
-    assert checkpoint_of(tmp_path / "interrupted")[0] == 5
-    resumed = new_loop(stream, tmp_path / "interrupted")
-    assert resumed.run().step == 9
-    assert_same(whole, weights(resumed))
-
-
-def test_who_interrupts_twice_does_not_wait(stream, tmp_path, whole):
-    loop = new_loop(stream, tmp_path / "twice")
-    loop.folder.checkpoint_every_s = 1e9
-    interrupting(loop.objective, [8, 9])
-    with pytest.raises(KeyboardInterrupt):
-        loop.run()
-    assert checkpoint_of(tmp_path / "twice") is None
-    resumed = new_loop(stream, tmp_path / "twice")
-    resumed.run()
-    assert_same(whole, weights(resumed))
+    assert_resumes(stream, tmp_path / "interrupted", whole, saved)
 
 
 def test_where_ctrl_c_is_ignored_it_stays_ignored(stream, tmp_path):
@@ -165,11 +150,15 @@ def test_where_ctrl_c_is_ignored_it_stays_ignored(stream, tmp_path):
 
 
 def test_where_the_time_is_up_it_saves_and_stops(stream, tmp_path, whole):
+    """The log has a torn last line then, as a full disk leaves it, and there is a half-written checkpoint."""
     loop = new_loop(stream, tmp_path / "short")
     assert loop.run(time_is_up=lambda: loop.progress.step == 4).step == 4
-    resumed = new_loop(stream, tmp_path / "short")
-    resumed.run()
-    assert_same(whole, weights(resumed))
+    with (tmp_path / "short" / LOG).open("a") as log:
+        log.write('{"step": 4, "tok')
+    torn = tmp_path / "short" / f"{CHECKPOINT}.abc.tmp"
+    torn.write_bytes(b"torn")
+    assert_resumes(stream, tmp_path / "short", whole, 4)
+    assert not torn.exists()
 
 
 def test_a_trial_writes_nothing(stream, tmp_path):
@@ -181,33 +170,15 @@ def test_a_trial_writes_nothing(stream, tmp_path):
     assert 0.9 < size / (tmp_path / CHECKPOINT).stat().st_size < 1.1
 
 
-def test_a_torn_last_line_of_the_log_is_dropped(stream, tmp_path):
-    new_loop(stream, tmp_path).run(until=4)
-    log = tmp_path / LOG
-    whole = log.read_text()
-    log.write_text(whole + '{"step": 4, "tok')  # as a full disk leaves it
-    new_loop(stream, tmp_path).run(until=5)
-    assert log.read_text().startswith(whole)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(5))
-
-
-def test_a_half_written_checkpoint_is_ignored(stream, tmp_path):
-    new_loop(stream, tmp_path).run(until=4)
-    torn = tmp_path / f"{CHECKPOINT}.abc.tmp"
-    torn.write_bytes(b"torn")
-    assert new_loop(stream, tmp_path).run(until=5).step == 5
-    assert not torn.exists()
-
-
 def test_a_branch_of_the_stable_stretch_equals_a_run_that_was_that_short(stream, tmp_path):
     new_loop(stream, tmp_path / "trunk", stable=20).run(until=4)
     (tmp_path / "branch").mkdir()
     shutil.copy(tmp_path / "trunk" / CHECKPOINT, tmp_path / "branch" / CHECKPOINT)
-    branch = new_loop(stream, tmp_path / "branch", stable=4)
+    branch, short = (new_loop(stream, tmp_path / each, stable=4) for each in ("branch", "short"))
     branch.run()
-    short = new_loop(stream, tmp_path / "short", stable=4)
     short.run()
-    assert_same(weights(branch), weights(short))
+    expected = weights(short)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(branch).items())
 
 
 def test_accumulation_does_not_change_the_gradient(stream, tmp_path):
@@ -216,9 +187,9 @@ def test_accumulation_does_not_change_the_gradient(stream, tmp_path):
         config = DraftConfig(schedule=WarmupStableDecay(1, 1, 1), curriculum=curriculum)
         loop = pretraining_loop(SHAPE, config, stream, tmp_path / str(tokens_per_pass))
         loop.autocast = False
-        norms = []
-        loop.run(until=1, on_step=lambda record: norms.append((record.gradient_norm, record.values["loss"])))
-        return norms[0]
+        steps = []
+        loop.run(until=1, on_step=steps.append)
+        return steps[0].gradient_norm, steps[0].values["loss"]
 
     assert first_update(16) == pytest.approx(first_update(128), rel=1e-5)
 
@@ -232,38 +203,19 @@ def test_products_are_in_bfloat16_where_the_processor_has_instructions_for_it(st
     assert target.dtype is (torch.bfloat16 if has else torch.float32)
 
 
-def test_a_run_goes_on_where_its_target_is_loaded_in_another_dtype(stream, tmp_path):
-    config = DraftConfig(schedule=WarmupStableDecay(1, 1, 1), curriculum=Curriculum(16, 32, 128, 128))
-
-    def loop(dtype: torch.dtype):
-        target = new_llama(SHAPE, seed=4).to(torch.bfloat16).to(dtype)
-        return stream_loop(config, target, new_llama(SHAPE, seed=5), stream, tmp_path)
-
-    assert loop(torch.bfloat16).run(until=1).step == 1
-    assert loop(torch.float32).run().step == 2, "it is not refused as one of another target"
-
-
-def test_the_loss_falls(stream, tmp_path):
+def test_the_loss_falls_or_stops_the_run_where_it_is_not_finite(stream, tmp_path):
     losses = []
-    loop = new_loop(stream, tmp_path, stable=40)
+    loop = new_loop(stream, tmp_path / "long", stable=40)
     loop.run(on_step=lambda record: losses.append(record.values["loss"]))
     assert losses[-1] < 0.6 * losses[0]
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(stream, tmp_path):
-    loop = new_loop(stream, tmp_path)
+    loop = new_loop(stream, tmp_path / "other")
     with torch.no_grad():
         next(loop.model.parameters()).fill_(float("nan"))
     with pytest.raises(TrainingError, match="not finite at step 0"):
         loop.run()
-
-
-def test_run_record_names_versions_and_data(stream, tmp_path):
-    new_loop(stream, tmp_path)
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["versions"]["torch"]
+    record = json.loads((tmp_path / "other" / "run.json").read_text())
+    assert record["versions"]["torch"] and record["machine"] and record["threads"] == 1
     assert len(record["identity"]["data_sha256"]) == 64
-    assert record["machine"] and record["threads"] == 1
     assert len(record["identity"]["start_from"]) == 32 and record["identity"]["loss"] == "CrossEntropy()"
 
 
@@ -290,25 +242,17 @@ def test_another_configuration_is_refused_by_name(begun, stream):
         with pytest.raises(OptionError, match=name):
             pretraining_loop(SHAPE, config(**changes), stream, begun)
         assert (begun / "run.json").read_text() == record  # a refused attempt leaves no trace
-
-
-def test_other_data_are_refused(begun, stream):
     with pytest.raises(OptionError, match="data_sha256"):
         pretraining_loop(SHAPE, config(), stream[:-1], begun)
 
 
-def test_what_does_not_decide_the_weights_may_differ(begun, stream):
+def test_what_does_not_decide_the_weights_may_differ_and_a_broken_checkpoint_is_named(begun, stream):
     assert pretraining_loop(SHAPE, config(checkpoint_every_s=0.0), stream, begun).run(until=5).step == 5
-
-
-def test_before_the_decay_its_beginning_may_move(begun, stream):
-    assert pretraining_loop(SHAPE, config(stable=8, decay=2), stream, begun).run().step == 10
-
-
-def test_a_broken_checkpoint_is_named(begun, stream):
+    longer = config(stable=8, decay=2)  # before the decay its beginning may move
+    assert pretraining_loop(SHAPE, longer, stream, begun).run().step == 10
     (begun / CHECKPOINT).write_bytes(b"torn")
     with pytest.raises(TrainingError, match=r"cannot read the checkpoint .*remove it to begin again"):
-        pretraining_loop(SHAPE, config(), stream, begun)
+        pretraining_loop(SHAPE, longer, stream, begun)
 
 
 def test_the_loss_is_a_part_of_the_identity():
@@ -329,20 +273,21 @@ def test_every_weight_counts():
     assert len(found) == 2 + len(list(model.parameters()))
 
 
-def test_a_target_with_another_late_row_is_not_gone_on_with(stream, tmp_path):
-    settings = DraftConfig(schedule=WarmupStableDecay(2, 6, 3), curriculum=CURRICULUM)
-    target = new_llama(SHAPE, seed=1)
-    stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=2)
-    assert stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path).run(until=3).step == 3
+def test_a_run_goes_on_with_its_target_in_another_dtype_and_not_with_another_late_row(stream, tmp_path):
+    target = new_llama(SHAPE, seed=1).to(torch.bfloat16)
+
+    def loop(dtype=torch.bfloat16):
+        return stream_loop(config(), copy.deepcopy(target).to(dtype), new_llama(SHAPE, seed=0), stream, tmp_path)
+
+    assert loop().run(until=2).step == 2
+    assert loop(torch.float32).run(until=3).step == 3
     with torch.no_grad():
         target.get_input_embeddings().weight[-1] += 1.0
     with pytest.raises(OptionError, match="target was"):
-        stream_loop(settings, target, new_llama(SHAPE, seed=0), stream, tmp_path)
+        loop()
 
 
 def test_a_training_of_an_older_version_is_told_as_such():
     for name in ("target", "start_from"):
-        with pytest.raises(
-            TrainingError, match=r"'work' was begun by an older version .* begin again in another folder"
-        ):
+        with pytest.raises(TrainingError, match=r"'work' was begun by an older version .* in another folder"):
             refuse_another_run({name: "0123456789abcdef"}, {name: "0" * 32}, step=1, folder=Path("work"))

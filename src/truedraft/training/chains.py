@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig
+from truedraft.training.head_config import Calibrated, HeadTrainingConfig, OnWork, Split
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
 from truedraft.training.options import ChainRunOptions, LayerHeadOptions
@@ -99,14 +99,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         """The head along texts, in training."""
 
     def loop(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: str,
-        texts: tuple[SelfDistillationData, SelfDistillationData],
-        fingerprint: str,
-        folder: Path,
-        on_progress: Callable[[str, int, int], None],
+        self, head: Any, lm_head: LmHead, target: str, texts: Split, fingerprint: str, folder: Path, on_progress: OnWork
     ) -> TrainingLoop:
         text, held_out = texts
         model = load_model(target, device=self.device)
@@ -128,12 +121,7 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         return self.loop_of(head, objective, sampler, answers, schedule, text, fingerprint, folder, accuracy)
 
     def calibrate(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: LanguageModel,
-        text: SelfDistillationData,
-        on_progress: Callable[[str, int, int], None],
+        self, head: Any, lm_head: LmHead, target: LanguageModel, text: SelfDistillationData, on_progress: OnWork
     ) -> Calibrated:
         """Rounds to measure: chains of several lengths and trees, with predictions from held-out answers."""
         unrolled = self.chains(head.float(), lm_head, target)
@@ -358,18 +346,16 @@ Chosen: TypeAlias = tuple[WrittenAnswer, Mapping[int, int]]
 """An answer, and where chains begin in it, with their lengths."""
 
 
-def read_together(texts: Sequence[Chosen], device: torch.device) -> Iterator[list[Chosen]]:
+def read_together(texts: Sequence[Chosen], device: torch.device) -> list[list[Chosen]]:
     """Answers in groups of similar length; one by one on a CPU, where batches gain nothing."""
-    ordered = sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer))
-    together: list[Chosen] = []
-    for each in ordered:
+    groups: list[list[Chosen]] = []
+    for each in sorted(texts, key=lambda each: len(each[0].prompt) + len(each[0].answer)):
         width = len(each[0].prompt) + len(each[0].answer)
-        if together and (device.type == "cpu" or width * (len(together) + 1) > _TOGETHER):
-            yield together
-            together = []
-        together.append(each)
-    if together:
-        yield together
+        if groups and device.type != "cpu" and width * (len(groups[-1]) + 1) <= _TOGETHER:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
 
 
 @torch.no_grad()

@@ -109,7 +109,8 @@ class OwnText:
         length = batch.shape[1] - 1
         kept = (length + 1) // 2
         keys = {place: zlib.crc32(str(row).encode()) for place, row in enumerate(batch.tolist())}
-        chosen = [place for place, key in keys.items() if self._random(key) < self._share]
+        drawn = {place: np.random.default_rng((self._seed, key)).random() for place, key in keys.items()}
+        chosen = [place for place, draw in drawn.items() if draw < self._share]
         if not chosen or kept == length:
             return batch
         engine, batch = Engine(self._writer, controller="fixed", max_batch=len(chosen)), batch.clone()
@@ -123,9 +124,6 @@ class OwnText:
             raise TrainingError(f"the draft could not write text to learn from: {failed[0]}")
         batch[chosen, kept:length] = torch.tensor([each.token_ids for each in answers], device=batch.device)
         return batch
-
-    def _random(self, key: int) -> float:
-        return float(np.random.default_rng((self._seed, key)).random())
 
 
 @dataclass
@@ -214,6 +212,19 @@ class DraftResult:
         }
 
 
+@dataclass(frozen=True)
+class _Job:
+    target: str | Path
+    source: Source
+    out: Path
+    hooks: Callbacks
+    budget: TimeBudget
+
+    @property
+    def work(self) -> Path:
+        return self.out / WORK
+
+
 def train_draft(
     target: str | Path,
     data: Sequence[Path],
@@ -251,23 +262,22 @@ def train_draft(
     processes = Processes.here()
     if not processes.main:
         return _train_beside(target, out / WORK, tokenizer, config.device)
-    source = Source.read(data, held_out, tokenizer)
-    with exclusive_access(out / WORK):
+    job = _Job(target, Source.read(data, held_out, tokenizer), out, hooks, budget)
+    with exclusive_access(job.work):
         target_model = load_causal_lm(target, dtype="auto", device=config.device).eval()
         draft = starting_draft(config, target_model, tokenizer)
         config = _fitting(config, target_model, draft, hooks.on_note)
-        config = _planned(config, target_model, draft, source, out / WORK, budget, hooks)
-        written = _answers_to(source, target, config, out / WORK, budget, hooks)
-        train, test = _streams(source, written, tokenizer, out / WORK)
+        config = _planned(job, config, target_model, draft)
+        train, test = _streams(job.source, _answers(job, config), tokenizer, job.work)
         _check_amount(config, train, hooks.on_note)
-        loop = stream_loop(config, target_model, draft, train, out / WORK)
+        loop = stream_loop(config, target_model, draft, train, job.work)
         processes.from_main((config, len(train)))
         progress = train_with_callbacks(loop, hooks, remark, lambda: budget.over(_TRAINED))
         save_llama(draft, out)
         copy_tokenizer(target, out)
         fewer = config.draft_vocab if config.draft_vocab < draft.config.vocab_size else 0
         write_draft_ids(out, ids_by_frequency(train, fewer)[:fewer])  # none: an earlier run's are removed
-        result = _measured(target, target_model, test, out, config, progress, budget, hooks.on_note)
+        result = _measured(job, config, target_model, test, progress)
         try:
             length = config.curriculum.decay_length
             record_draft(out, str(target), target_model, result.report, result.evaluations, context=length)
@@ -277,15 +287,14 @@ def train_draft(
         return processes.from_main(result)
 
 
-def _answers_to(
-    source: Source, target: str | Path, config: DraftConfig, work: Path, budget: TimeBudget, hooks: Callbacks
-) -> list[WrittenAnswer]:
-    if not source.has_prompts:
+def _answers(job: _Job, config: DraftConfig) -> list[WrittenAnswer]:
+    if not job.source.has_prompts:
         return []
-    writing = Writing(config.tokens, config.writing, work, hooks, budget, (work / CHECKPOINT).is_file())
-    model = load_model(target, device=config.device)
-    budget.loaded()
-    return writing.answers(model, source.prompts, source.asks)
+    begun = (job.work / CHECKPOINT).is_file()
+    writing = Writing(config.tokens, config.writing, job.work, job.hooks, job.budget, begun)
+    model = load_model(job.target, device=config.device)
+    job.budget.loaded()
+    return writing.answers(model, job.source.prompts, job.source.asks)
 
 
 def _write_card(out: Path, target: str, data: str, parameters: int, result: DraftResult, device: str) -> None:
@@ -312,16 +321,8 @@ def _train_beside(target: str | Path, work: Path, tokenizer: PreTrainedTokenizer
     return processes.from_main(None)
 
 
-def _planned(
-    config: DraftConfig,
-    target_model: PreTrainedModel,
-    draft: PreTrainedModel,
-    source: Source,
-    work: Path,
-    budget: TimeBudget,
-    callbacks: Callbacks,
-) -> DraftConfig:
-    before = checkpoint_of(work)
+def _planned(job: _Job, config: DraftConfig, target_model: PreTrainedModel, draft: PreTrainedModel) -> DraftConfig:
+    budget, before = job.budget, checkpoint_of(job.work)
     if before is not None:
         numbers = [int(before[1].get(name) or 0) for name in (WARMUP, *LENGTHS)]
         return replace(config, schedule=WarmupStableDecay(*numbers)) if budget.limited and any(numbers) else config
@@ -330,15 +331,15 @@ def _planned(
     )
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
         step_s, size = stream_loop(config, target_model, copy.deepcopy(draft), made_up, Path(place)).trial()
-    requested, writes = config.schedule.total_steps, source.has_prompts
+    requested, writes = config.schedule.total_steps, job.source.has_prompts
     steps = budget.steps(requested, step_s, begin=WRITTEN if writes else 0.0, until=_TRAINED)
-    budget.buys(steps, requested, f"{steps:,} steps of training, {step_s:.2g} s each", callbacks.on_note)
+    budget.buys(steps, requested, f"{steps:,} steps of training, {step_s:.2g} s each", job.hooks.on_note)
     within = f", all within {budget.minutes:g} minutes" if budget.limited else ""
     first = f"the target writes up to {config.tokens:,} tokens, {in_bytes(_BYTES * config.tokens)}; " if writes else ""
-    callbacks.on_plan(
+    job.hooks.on_plan(
         f"{first}{steps:,} steps of training take about {duration(steps * step_s)} ({step_s:.2g} s each), and "
-        f"checkpoints up to {in_bytes(2 * size)} of the disk of {str(work)!r}, of which "
-        f"{in_bytes(free_bytes(work))} are free{within}"
+        f"checkpoints up to {in_bytes(2 * size)} of the disk of {str(job.work)!r}, of which "
+        f"{in_bytes(free_bytes(job.work))} are free{within}"
     )
     return replace(config, schedule=config.schedule.shortened(steps))
 
@@ -359,16 +360,9 @@ def _check_amount(config: DraftConfig, stream: NDArray[np.uint32], on_note: Call
 
 
 def _measured(
-    target: str | Path,
-    target_model: PreTrainedModel,
-    held_out: NDArray[np.uint32],
-    out: Path,
-    config: DraftConfig,
-    progress: Progress,
-    budget: TimeBudget,
-    on_note: Callable[[str], None],
+    job: _Job, config: DraftConfig, target_model: PreTrainedModel, held_out: NDArray[np.uint32], progress: Progress
 ) -> DraftResult:
-    most = _EVALUATED_TOKENS
+    most, budget, out = _EVALUATED_TOKENS, job.budget, job.out
     if budget.limited and progress.elapsed_s:  # a step runs both models too, and one backward
         most = min(most, max(1, int(0.5 * budget.left_s() * progress.tokens / progress.elapsed_s)))
     saved = load_causal_lm(out, dtype="auto", device=config.device).eval()
@@ -378,12 +372,12 @@ def _measured(
     starts = [number * len(held_out) // count for number in range(count)]
     prompts = [held_out[start : start + _PROMPT_TOKENS].tolist() for start in starts]
     try:
-        served, drafting = (load_model(each, device=config.device) for each in (target, out))
+        served, drafting = (load_model(each, device=config.device) for each in (job.target, out))
         ids = read_draft_ids(out, drafting.vocab_size)
         guessed = None if ids is None else torch.tensor(ids)
         evaluations = chain_evaluations(served, drafting, prompts, budget, guessed)
     except UnsupportedModelError as error:
-        on_note(f"the draft was not measured in the engine: {error}")
+        job.hooks.on_note(f"the draft was not measured in the engine: {error}")
     return DraftResult(out, report, progress.step, progress.tokens, progress.elapsed_s, evaluations)
 
 
@@ -411,11 +405,8 @@ def record_draft(
 ) -> None:
     """Write the draft's target and measured quality into its folder.
 
-    Args:
-        context: tokens of its longest sequences in training; of longer texts `auto` shows it as many.
-
-    Raises:
-        ModelError: the target has no fingerprint, or the file cannot be written.
+    `context` is the tokens of its longest sequences in training; of longer texts `auto` shows it as many. Raises
+    ModelError if the target has no fingerprint, or the file cannot be written.
     """
     figures: dict[str, Any] = {"alpha": report.alpha, "greedy_agreement": report.greedy_agreement}
     if context is not None:

@@ -64,7 +64,7 @@ def mean_loss(
     """The model's loss along the stream, in nats per token, and the number of tokens."""
     total, count = 0.0, 0
     for block in _blocks(stream, length, max_tokens, model.device):
-        total -= float(_label_log_probabilities(_log_probs(model, block), block).sum())
+        total += _loss(_log_probs(model, block), block)
         count += block.shape[1] - 1
     return total / count, count
 
@@ -83,7 +83,7 @@ def evaluate_pair(
         p, q = _log_probs(target, block), _log_probs(draft, block)  # [length, vocab]
         overlap += float(torch.minimum(p, q).exp().sum())
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        loss -= float(_label_log_probabilities(q, block).sum())
+        loss += _loss(q, block)
         count += block.shape[1] - 1
     return PairReport(count, overlap / count, agreed / count, loss / count)
 
@@ -108,8 +108,8 @@ def _log_probs(model: PreTrainedModel, block: torch.Tensor) -> torch.Tensor:
     return functional.log_softmax(logits.float(), dim=-1)
 
 
-def _label_log_probabilities(log_probs: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    return log_probs.gather(-1, block[0, 1:, None]).squeeze(-1)  # [length]
+def _loss(log_probs: torch.Tensor, block: torch.Tensor) -> float:
+    return -float(log_probs.gather(-1, block[0, 1:, None]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,14 @@ class EngineEvaluation:
 
     def as_dict(self) -> dict[str, Any]:
         stats, found = self.stats, self.tokens_per_call
-        counted = {"target_calls": stats.target_calls, "emitted_tokens": stats.emitted_tokens}
-        length: dict[str, Any] = {"mean_acceptance_length": stats.mean_acceptance_length}
-        if found is not None:
-            length["interval"] = [found.low, found.high]
-        return {"temperature": self.temperature, **self.about, **length, **counted}
+        return {
+            "temperature": self.temperature,
+            **self.about,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            **({} if found is None else {"interval": [found.low, found.high]}),
+            "target_calls": stats.target_calls,
+            "emitted_tokens": stats.emitted_tokens,
+        }
 
     def departs(self, tokens: int, rounds: int) -> bool:
         """Whether prediction and measurement differ by more than a twentieth and than chance explains.
@@ -185,7 +188,7 @@ def measure_in_engine(
         on_progress(number, len(rounds))
         is_over = budget.within(budget.left_s() / (len(rounds) - number))
         at_once = _AT_ONCE if budget.limited else len(prompts)
-        answers = count_answers(target, each.new_drafter(), prompts, each.temperature, is_over, at_once=at_once)
+        answers = _answer(target, each.new_drafter(), prompts, each.temperature, is_over, at_once)
         found.append(EngineEvaluation(each.temperature, each.about, answers))
     on_progress(len(rounds), len(rounds))
     return found
@@ -200,11 +203,8 @@ def predicted(
     OptionError if its acceptance cannot be predicted.
     """
     drafter.check(target)
-    chosen = [
-        (each.prompt, each.answer, each.stopped)
-        for each in text.records
-        if each.temperature == temperature and len(each.answer) > 1
-    ]
+    records = [each for each in text.records if each.temperature == temperature and len(each.answer) > 1]
+    chosen = [(each.prompt, each.answer, each.stopped) for each in records]
     params = SamplingParams(max_tokens=target.context_length, temperature=temperature)
     tokens, calls = [], []
     for first in range(0, len(chosen), _WALKED):
@@ -215,31 +215,22 @@ def predicted(
     return ratio_over_prompts(tokens, calls) if calls else None
 
 
-def count_answers(
+def _answer(
     target: LanguageModel,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     temperature: float,
-    time_is_up: Callable[[], bool] = lambda: False,
-    *,
-    at_once: int | None = None,
+    time_is_up: Callable[[], bool],
+    at_once: int,
 ) -> list[Counters]:
-    """Answer prompts with a drafter, losslessly, and return the counters of each answer.
-
-    Args:
-        prompts: token ids; one that leaves no room in the target's context keeps its last tokens.
-        time_is_up: called after each step, except the first few; True stops and counts the answers as they are.
-        at_once: prompts answered together; None is all.
-
-    Raises TrainingError if the engine fails, CompositionError if a drafter does not fit the target.
-    """
+    """The counters of answers to the last tokens of prompts, with those that run when the time is up as they are."""
     max_tokens = min(_TOKENS, target.context_length // 2)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     most = target.context_length - max_tokens
     fitting = [list(prompt)[-most:] for prompt in prompts]
     engine, found = Engine(target, drafter, controller="fixed", entropy=0), list[Counters]()
-    for first in range(0, len(fitting), at_once or max(1, len(fitting))):
-        requests = [engine.submit(prompt, params) for prompt in fitting[first : first + (at_once or len(fitting))]]
+    for first in range(0, len(fitting), max(1, at_once)):
+        requests = [engine.submit(prompt, params) for prompt in fitting[first : first + at_once]]
         is_over = False
         while not is_over and engine.step():
             calls = sum(each.target_calls for each in [*found, *(request.counters for request in requests)])

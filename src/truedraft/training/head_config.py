@@ -29,7 +29,6 @@ from truedraft.training.evaluate import EngineRound
 from truedraft.training.loop import (
     CHECKPOINT_EVERY_S,
     Identity,
-    Measurement,
     Objective,
     Phase,
     RunFolder,
@@ -38,10 +37,10 @@ from truedraft.training.loop import (
     identity_of,
 )
 from truedraft.training.losses import (
-    ComputedTarget,
     DistillationLoss,
     DistillationTarget,
     TargetRows,
+    computed_target,
     gradient_in_chunks,
 )
 from truedraft.training.optimizer import MixedOptimizer, OptimizerConfig, WarmupStableDecay
@@ -59,6 +58,8 @@ from truedraft.training.texts.self_distillation import (
 
 Feed: TypeAlias = Callable[[CollatedBatch, Tensor], Tensor]
 """Chooses the tokens that heads read, `[positions, reach]`, from a batch and its vectors `[positions, width]`."""
+OnWork: TypeAlias = Callable[[str, int, int], None]  # called with a kind of work, and how much of how much is done
+Split: TypeAlias = tuple[SelfDistillationData, SelfDistillationData]  # texts for training, and held-out ones
 _TOP = 5
 _POSITIONS = 1024  # of a measurement at once, about
 _ROWS = 256  # of a measurement with logits held at once
@@ -70,9 +71,6 @@ class JointConfig:
 
     The target keeps its own loss, KL(p0 || p) from its distribution before training (section 2.3.2): a cross-entropy of
     its own answers would only sharpen it.
-
-    Attributes:
-        lora_rank: of adapters, merged when saved; 0 trains all weights; None decides by the number of weights.
     """
 
     steps: int = 300
@@ -82,7 +80,7 @@ class JointConfig:
     backbone: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(5e-4, 5e-4, matrix_weight_decay=0.0))
     heads_share: float = 0.2  # weight of the heads' loss relative to the target's own, lambda_0 of the paper
     decay_share: float = 0.3  # of the steps, at the end, in which the rates decay
-    lora_rank: int | None = None
+    lora_rank: int | None = None  # of adapters, merged when saved; 0 trains all weights; None decides by their number
 
     def __post_init__(self) -> None:
         for name in ("steps", "tokens_per_step", "length"):
@@ -106,9 +104,7 @@ class Calibrated:
 class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
     """A training of heads: values that all kinds have in common, and hooks for each kind.
 
-    Attributes:
-        stage: 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
-
+    Stage 1 trains the heads of a frozen target; 2 trains both, after a first stage or from the heads `start_from`.
     Raises OptionError for a value out of its range.
     """
 
@@ -165,12 +161,7 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
 
     @abstractmethod
     def calibrate(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: LanguageModel,
-        text: SelfDistillationData,
-        on_progress: Callable[[str, int, int], None],
+        self, head: Any, lm_head: LmHead, target: LanguageModel, text: SelfDistillationData, on_progress: OnWork
     ) -> Calibrated:
         """Calibrate trained heads on held-out text, written at both of `TREE_TEMPERATURES`."""
 
@@ -196,36 +187,24 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
         return lambda batch, hidden: text_tokens(batch, head.reach)
 
     def target(
-        self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: Callable[[str, int, int], None]
+        self, lm_head: LmHead, text: SelfDistillationData, folder: Path, on_progress: OnWork
     ) -> DistillationTarget:
         """By default the target's distributions, computed when needed."""
-        return ComputedTarget(lm_head, self.distillation_loss)
+        return computed_target(lm_head, self.distillation_loss)
 
     def loop(
-        self,
-        head: Any,
-        lm_head: LmHead,
-        target: str,
-        texts: tuple[SelfDistillationData, SelfDistillationData],
-        fingerprint: str,
-        folder: Path,
-        on_progress: Callable[[str, int, int], None],
+        self, head: Any, lm_head: LmHead, target: str, texts: Split, fingerprint: str, folder: Path, on_progress: OnWork
     ) -> TrainingLoop:
-        """The loop that trains heads, by default on stored vectors; `texts` are for training and held out.
+        """The loop that trains heads, by default on stored vectors.
 
         Raises DataError for answers shorter than the heads reach, OptionError for a folder with another training.
         """
         text, held_out = texts
         learned = self.target(lm_head, text, folder, on_progress)
         sampler = WindowSampler(text, head.reach, self.window, self.seed)
-        objective = HeadsObjective(
-            head,
-            lm_head,
-            functools.partial(collate, text, reach=head.reach),
-            self.feed(head, lm_head),
-            learned,
-            HeadLoss(head, lm_head, self.distillation_loss, self.place_decay),
-        )
+        loss = HeadLoss(head, lm_head, self.distillation_loss, self.place_decay)
+        collated = functools.partial(collate, text, reach=head.reach)
+        objective = HeadsObjective(loss, collated, self.feed(head, lm_head), learned)
         accuracy = HeldOutAccuracy.on(head, lm_head, held_out, self.evaluated_positions)
         schedule, count = self.schedule(len(sampler.windows)), self.windows_per_step
         return self.loop_of(head, objective, sampler, count, schedule, text, fingerprint, folder, accuracy)
@@ -247,8 +226,8 @@ class HeadTrainingConfig(HeadSizeOptions, TextOptions, HeadRunOptions, ABC):
             more["start_from"] = weights_hash(head)
         run = RunFolder(folder, self.identity(schedule, self.decisive, **more), self.device, self.checkpoint_every_s)
         phases = [Phase(schedule.total_steps, sampler, count, count)]
-        measurement = Measurement(self.evaluate_every, accuracy)
-        return TrainingLoop(head, self.optimizer_of(head), objective, phases, schedule, run, measurement)
+        optimizer, every = self.optimizer_of(head), self.evaluate_every
+        return TrainingLoop(head, optimizer, objective, phases, schedule, run, accuracy, every)
 
     def new_head(self, lm_head: LmHead) -> Head:
         """A float32 head that starts as the target's LM head where it can, else initialised by the seed."""
@@ -288,17 +267,13 @@ def heads_optimizer(head: VectorHead, config: OptimizerConfig) -> MixedOptimizer
 class HeadLoss:
     """sum_k decay^k loss_k, with loss_k the mean over positions at place k (from 0), the k + 2nd token after a vector.
 
-    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k. Raises OptionError for a decay out of (0, 1].
+    Medusa 2401.10774, section 2.2.1, has lambda_k = 0.8^k.
     """
 
     head: VectorHead
     lm_head: LmHead
     loss: DistillationLoss
-    decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.decay <= 1.0:
-            raise OptionError(f"must lie in (0, 1], got {self.decay}", field="place_decay")
+    decay: float
 
     def gradient(
         self,
@@ -344,12 +319,10 @@ class HeadLoss:
 class HeadsObjective:
     """Trains heads on a frozen target's vectors; `collated` maps windows of its answers to the rows of a batch."""
 
-    head: VectorHead
-    lm_head: LmHead
+    loss: HeadLoss
     collated: Callable[[Tensor], CollatedBatch]
     feed: Feed
     target: DistillationTarget
-    loss: HeadLoss
 
     def accumulate(self, batch: Tensor, scale: float, own: slice | None = None) -> dict[str, float]:
         rows = self.collated(batch)  # all windows, because feeding draws for all of them
@@ -358,9 +331,10 @@ class HeadsObjective:
             tokens = self.feed(rows, hidden)
         first, last = (None, None) if own is None else (int(batch[:at, 1].sum()) for at in (own.start, own.stop))
         hidden, tokens, places = (each[first:last] for each in (hidden, tokens, rows.places))
-        vectors = self.head.unroll(hidden, self.lm_head.embed(tokens.T))  # [reach, positions, exit_width]
+        embedded = self.loss.lm_head.embed(tokens.T)
+        vectors = self.loss.head.unroll(hidden, embedded)  # [reach, positions, exit_width]
         gradient, values = self.loss.gradient(
-            vectors, places, lambda some: self.target.rows(rows, some), scale, len(rows.places)
+            vectors, places, lambda some: self.target(rows, some), scale, len(rows.places)
         )
         vectors.backward(gradient)
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -80,6 +81,11 @@ class HeadJob:
     def follow(self, what: str, done: int, total: int) -> None:
         self.callbacks.on_progress(what, done, total, "")
 
+    def with_prompts(self, prompts: PromptSets) -> HeadJob:
+        """With a time limit they are shuffled, so that those answered in time come from all of the text."""
+        train = shuffled(prompts.train, self.config.seed) if self.budget.limited else prompts.train
+        return replace(self, prompts=replace(prompts, train=train))
+
 
 @dataclass(frozen=True)
 class TargetText:
@@ -89,6 +95,9 @@ class TargetText:
     tree: SelfDistillationData
     fingerprint: str
     sample: str | None = None
+
+    def record(self, target: str) -> HeadRecord:
+        return HeadRecord(target, self.fingerprint, sample=self.sample)
 
 
 def train_heads(
@@ -168,7 +177,6 @@ def _job_for(
     callbacks: Callbacks,
     budget: TimeBudget,
 ) -> HeadJob:
-    """With a time limit prompts are shuffled, so that those answered in time come from all of the text."""
     words = "prompts of the caller's"
     if isinstance(data, PromptSets):
         prompts = data
@@ -177,11 +185,7 @@ def _job_for(
         prompts = _prompts_of(target, data, held_out, config, lambda tokenizer, count: [opening_of(tokenizer)] * count)
         _check_amount(prompts, config, callbacks.on_note)
         words = names_of(data) or "the standard library of Python"
-    return HeadJob(str(target), _in_time(prompts, config, budget), config, callbacks, budget, words)
-
-
-def _in_time(prompts: PromptSets, config: HeadTrainingConfig, budget: TimeBudget) -> PromptSets:
-    return replace(prompts, train=shuffled(prompts.train, config.seed)) if budget.limited else prompts
+    return HeadJob(str(target), prompts, config, callbacks, budget, words).with_prompts(prompts)
 
 
 def _with_questions(
@@ -192,7 +196,7 @@ def _with_questions(
     prompts = _prompts_of(job.target, data, held_out, job.config, lambda tokenizer, count: pen.questions(model, count))
     if not job.budget.limited:  # otherwise it wrote as many as there was time for
         _check_amount(prompts, job.config, job.callbacks.on_note)
-    return replace(job, prompts=_in_time(prompts, job.config, job.budget))
+    return job.with_prompts(prompts)
 
 
 def _prompts_of(
@@ -211,15 +215,8 @@ def _prompts_of(
     if SELF in data:
         count = config.prompts.train + config.prompts.held_out
         prompts += map(list, questions(Tokenizer(tokenizer, str(target)), max(count // 2, count - len(prompts))))
-    found = split_prompts(
-        texts,
-        others,
-        tokenizer,
-        config.prompts,
-        config.prompt_tokens,
-        prompts=shuffled(prompts, config.seed),
-        held_out_prompts=held_out_prompts,
-    )
+    counts, length, mixed = config.prompts, config.prompt_tokens, shuffled(prompts, config.seed)
+    found = split_prompts(texts, others, tokenizer, counts, length, prompts=mixed, held_out_prompts=held_out_prompts)
     part = "" if held_out or prompts else "the end of "
     return replace(found, source=part + names_of(held_out or data))
 
@@ -313,9 +310,7 @@ def train_stage_1(job: HeadJob, text: TargetText, out: Path, work: Path) -> tupl
     loop = _loop(job, head, lm_head, text, work)
     Processes.here().from_main((job.prompts, job.config, text.fingerprint))  # see `_train_beside`
     effort = run(job, loop, text)
-    return judge(
-        job, head, lm_head, HeadRecord(job.target, text.fingerprint, sample=text.sample), text.tree, out, effort
-    ), effort
+    return judge(job, head, lm_head, text.record(job.target), text.tree, out, effort), effort
 
 
 def _loop(job: HeadJob, head: Head, lm_head: LmHead, text: TargetText, work: Path) -> TrainingLoop:
@@ -404,18 +399,21 @@ def judge(
     target = load_model(record.target_name, device=job.config.device)
 
     def replayed(text: SelfDistillationData) -> tuple[Calibrated, list[EngineRound]]:
-        found = job.config.calibrate(head, lm_head, target, text, job.follow)
-        return found, [_promised(job, target, text, *each) for each in enumerate(found.rounds)]
+        calibrated = job.config.calibrate(head, lm_head, target, text, job.follow)
+        rounds: list[EngineRound] = []
+        for number, each in enumerate(calibrated.rounds):
+            about = dict(each.about)
+            if "promised" not in about:
+                job.follow("predicting", number, number + 1)
+                found = predicted(target, text, each.temperature, each.new_drafter())
+                about["promised"] = None if found is None else found.value
+            rounds.append(replace(each, about=about))
+        return calibrated, rounds
 
     held_out = _fitting(job, held_out, replayed)
     found, rounds = replayed(held_out)
-    measured = measure_in_engine(
-        target,
-        rounds,
-        job.prompts.test,
-        on_progress=lambda done, total: job.follow("measuring", done, total),
-        budget=job.budget,
-    )
+    follow = functools.partial(job.follow, "measuring")
+    measured = measure_in_engine(target, rounds, job.prompts.test, on_progress=follow, budget=job.budget)
     promised_by = len(held_out.tokens) // len(TREE_TEMPERATURES)  # one answer per prompt and temperature
     promised_on = job.prompts.promised_on + _repeats(held_out)
     report = HeadReport(found.facts, measured, promised_on, promised_by)
@@ -429,16 +427,6 @@ def _repeats(text: SelfDistillationData) -> str:
     if mean < _REPEATS:
         return ""
     return f" (THE TARGET REPEATS ITSELF THERE: {mean:.0%} of 8-grams occurred before in their answer)"
-
-
-def _promised(
-    job: HeadJob, target: LanguageModel, text: SelfDistillationData, number: int, engine_round: EngineRound
-) -> EngineRound:
-    if "promised" in engine_round.about:
-        return engine_round
-    job.follow("predicting", number, number + 1)
-    found = predicted(target, text, engine_round.temperature, engine_round.new_drafter())
-    return replace(engine_round, about={**engine_round.about, "promised": None if found is None else found.value})
 
 
 def run(job: HeadJob, loop: TrainingLoop, text: TargetText) -> Effort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from truedraft.training.heads import (
     write_tree_text,
 )
 from truedraft.training.loop import Phase, RunFolder, TrainingLoop, tensor_bytes, trained_weights
-from truedraft.training.losses import DistillationLoss, ForwardKL, TargetRows, computed_rows, distillation_gradient
+from truedraft.training.losses import ForwardKL, TargetRows, computed_rows, distillation_gradient
 from truedraft.training.optimizer import MixedOptimizer, SeparateOptimizers, WarmupStableDecay
 from truedraft.training.report import Effort, HeadReport, HeadResult, JointReport
 from truedraft.training.texts.data import BlockSampler, copy_tokenizer, load_tokenizer, stream_hash
@@ -41,8 +42,6 @@ from truedraft.training.workspace import WORK, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from truedraft.training.texts.self_distillation import SelfDistillationData
 
 _STAGE_1, _TARGET, _JOINT = "stage-1", "target", "joint"
 _EVALUATED_TOKENS = 65_536
@@ -67,23 +66,24 @@ def check_adapters() -> None:
         )
 
 
-def with_adapters(model: PreTrainedModel, rank: int) -> Any:
-    """The model with adapters at all of its linear layers except the LM head; only they are trained."""
-    check_adapters()
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config)
-
-
 class Backbone:
-    """A target in training, by adapters of a rank; 0 trains all weights, None decides by their number."""
+    """A target in training, by adapters of a rank; 0 trains all weights, None decides by their number.
+
+    Adapters are at all of its linear layers except the LM head.
+    """
 
     def __init__(self, target: str | Path, rank: int | None, device: str) -> None:
         before = load_causal_lm(target, dtype="auto", device=device).eval().requires_grad_(False)
         self.rank = rank_for(before.num_parameters()) if rank is None else rank
         self._before = None if self.rank else before
-        self.module: Any = with_adapters(before, self.rank) if self.rank else load_causal_lm(target, device=device)
+        if self.rank:
+            check_adapters()
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            self.module: Any = get_peft_model(before, lora)
+        else:
+            self.module = load_causal_lm(target, device=device)
         self.lm_head = LmHead.of(self.model)
 
     @property
@@ -92,10 +92,9 @@ class Backbone:
 
     @torch.no_grad()
     def logits_before(self, ids: Tensor) -> Tensor:
-        if self._before is not None:
-            return cast("Tensor", self._before(input_ids=ids, use_cache=False).logits.flatten(0, 1))
-        with self.module.disable_adapter():
-            return cast("Tensor", self.module(input_ids=ids, use_cache=False).logits.flatten(0, 1))
+        before = self.module if self._before is None else self._before
+        with contextlib.nullcontext() if self._before is not None else self.module.disable_adapter():
+            return cast("Tensor", before(input_ids=ids, use_cache=False).logits.flatten(0, 1))
 
     def run(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[tokens, vocab]` for ids `[sequences, length]`, and the vectors `[tokens, width]` that gave them."""
@@ -118,8 +117,6 @@ class JointObjective:
     """KL(p0 || p) plus `heads_share` (lambda_0) times the heads' loss towards p0; both train the target."""
 
     backbone: Backbone
-    head: VectorHead
-    loss: DistillationLoss
     of_heads: HeadLoss
     heads_share: float
 
@@ -128,26 +125,21 @@ class JointObjective:
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         before = self.backbone.logits_before(inputs)
         logits, hidden = self.backbone.run(inputs)
-        reach = self.head.reach
+        head, loss = self.of_heads.head, self.of_heads.loss
+        reach = head.reach
         rows = torch.arange(len(labels), device=batch.device).view(inputs.shape)
         places = rows[:, : inputs.shape[1] - reach].flatten()
         read = labels[places[:, None] + torch.arange(reach, device=batch.device)]  # [positions, reach]
-        vectors = self.head.unroll(hidden[places].float(), self.backbone.lm_head.embed(read.T))
+        vectors = head.unroll(hidden[places].float(), self.backbone.lm_head.embed(read.T))
 
         def target_at(some: slice) -> TargetRows:
-            return computed_rows(labels[some], lambda: before[some], self.loss)
+            return computed_rows(labels[some], lambda: before[some], loss)
 
         of_heads, values = self.of_heads.gradient(vectors, places, target_at, scale * self.heads_share)
         of_target, kept = distillation_gradient(logits, before, labels, ForwardKL(), scale)
         torch.autograd.backward([logits, vectors], [of_target, of_heads])
         heads = values.pop("loss")
         return {"loss": kept["loss"] + self.heads_share * heads, "kl_to_before": kept["loss"], "heads": heads} | values
-
-
-def joint_stream(text: SelfDistillationData, separator: int) -> NDArray[np.uint32]:
-    """All prompts with their answers, concatenated to one stream of ids."""
-    ids = [id_ for record in text.records for id_ in (*record.prompt, *record.answer, separator)]
-    return np.array(ids, dtype=np.uint32)
 
 
 def joint_loop(
@@ -159,7 +151,7 @@ def joint_loop(
     folder: Path,
 ) -> TrainingLoop:
     """The loop that trains both, starting with heads from stage 1; errors as `stream_loop`."""
-    joint, lm_head = config.joint, backbone.lm_head
+    joint = config.joint
     schedule = WarmupStableDecay.of(joint.steps, joint.decay_share)
     more = {"target": fingerprint, "data_sha256": stream_hash(stream), "start_from": weights_hash(head)}
     identity = dict(config.identity(schedule, config.decisive - _STAGE_1_ONLY | {"joint"}, **more))
@@ -167,14 +159,12 @@ def joint_loop(
     identity.pop("joint.steps")
     sequences = max(1, joint.tokens_per_step // joint.length)
     adapters = [weight for weight in backbone.module.parameters() if weight.requires_grad] if backbone.rank else []
-    loss = config.distillation_loss
-    of_heads = HeadLoss(head, lm_head, loss, decay=config.place_decay)
+    of_heads = HeadLoss(head, backbone.lm_head, config.distillation_loss, config.place_decay)
+    of_target = MixedOptimizer(backbone.module, joint.backbone, adapters)
     return TrainingLoop(
         nn.ModuleDict({"backbone": backbone.module, "heads": head}),
-        SeparateOptimizers(
-            heads_optimizer(head, joint.heads), MixedOptimizer(backbone.module, joint.backbone, adapters)
-        ),
-        JointObjective(backbone, head, loss, of_heads, joint.heads_share),
+        SeparateOptimizers(heads_optimizer(head, joint.heads), of_target),
+        JointObjective(backbone, of_heads, joint.heads_share),
         [Phase(schedule.total_steps, BlockSampler(stream, joint.length, config.seed), sequences, sequences)],
         schedule,
         RunFolder(folder, identity, config.device, config.checkpoint_every_s),
@@ -212,15 +202,17 @@ def _warm_heads(job: HeadJob, text: TargetText, out: Path) -> tuple[Path, HeadRe
         return folder, train_stage_1(job, text, folder, folder / WORK)[0]
     lm_head = lm_head_of(job.target, job.config.device)
     head = starting_head(job, lm_head, text.fingerprint)
-    record = HeadRecord(job.target, text.fingerprint, sample=text.sample)
-    return folder, judge(job, head, lm_head, record, text.tree, folder, Effort(0, 0, 0, 0.0))
+    effort = Effort(0, 0, 0, 0.0)
+    return folder, judge(job, head, lm_head, text.record(job.target), text.tree, folder, effort)
 
 
 def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, Effort]:
     config = job.config
     backbone = Backbone(job.target, config.joint.lora_rank, config.device)
     head = cast("VectorHead", starting_head(job, backbone.lm_head, text.fingerprint))
-    stream = joint_stream(text.train, load_tokenizer(job.target).eos_token_id)
+    end = load_tokenizer(job.target).eos_token_id
+    ids = [id_ for record in text.train.records for id_ in (*record.prompt, *record.answer, end)]
+    stream = np.array(ids, dtype=np.uint32)
     length = min(config.joint.length, context_of(backbone.model), (len(stream) - 1) // 2)
     config = replace(config, joint=replace(config.joint, length=length))
     loop = joint_loop(config, backbone, head, text.fingerprint, stream, out / WORK / _JOINT)
@@ -229,17 +221,14 @@ def _train(job: HeadJob, text: TargetText, out: Path) -> tuple[int, VectorHead, 
         f"heads and target learn together for {loop.total_steps:,} steps; checkpoints take up to {size}"
     )
     effort = run(job, loop, text)
-    _save_target(backbone.finished(), job.target, out / _TARGET)
-    return backbone.rank, head, effort
-
-
-def _save_target(model: PreTrainedModel, source: str, folder: Path) -> None:
+    model, folder = backbone.finished(), out / _TARGET
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_llama(model, folder, max_shard_size=_SHARD)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
-        copy_tokenizer(source, folder)
+        copy_tokenizer(job.target, folder)
+    return backbone.rank, head, effort
 
 
 def _loss(job: HeadJob, target: str) -> tuple[float, int]:

@@ -15,13 +15,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
@@ -69,14 +68,6 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Runs every `every` steps and after the last, for the log; it changes no weight and no random state."""
-
-    every: int
-    values: Callable[[], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
 class Phase:
     """A number of steps on sequences of one length."""
 
@@ -119,15 +110,9 @@ class StepRecord:
     learning_rate: float = 0.0  # the largest of the rates
 
     def as_line(self) -> str:
-        rounded = {name: round(value, 5) for name, value in self.values.items()}
-        fixed = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "elapsed_s": round(self.elapsed_s, 2),
-            "multiplier": round(self.multiplier, 5),
-            "gradient_norm": round(self.gradient_norm, 4),
-        }
-        return json.dumps(fixed | rounded)
+        fixed = {"step": self.step, "tokens": self.tokens, "elapsed_s": round(self.elapsed_s, 2)}
+        fixed |= {"multiplier": round(self.multiplier, 5), "gradient_norm": round(self.gradient_norm, 4)}
+        return json.dumps(fixed | {name: round(value, 5) for name, value in self.values.items()})
 
 
 @dataclass(frozen=True)
@@ -142,15 +127,11 @@ class Saved:
     path: Path
 
 
-OnProgress: TypeAlias = Callable[[str, int, int, str], None]
-"""Called with the name of the work, the amount done, the total, and a remark."""
-
-
 @dataclass(frozen=True)
 class Callbacks:
     """Callbacks of a training."""
 
-    on_progress: OnProgress = lambda what, done, total, remark: None  # called with the progress of each kind of work
+    on_progress: Callable[[str, int, int, str], None] = lambda what, done, total, remark: None  # of each kind of work
     on_step: Callable[[StepRecord], None] = lambda record: None
     on_note: Callable[[str], None] = warnings.warn  # called with sentences on what differs from the request
     on_plan: Callable[[str], None] = lambda sentence: None  # called with sentences on disk space and time
@@ -278,27 +259,23 @@ class RunFolder:
                 torch.save({**state, "identity": self._identity}, file)  # it hides write errors of files that it opens
 
     def resume(self) -> dict[str, Any] | None:
-        """The checkpoint, with the log cut to it; without one, the log is removed."""
+        """The checkpoint, with the log cut to whole lines of its steps; without one, the log is removed."""
         state = read_checkpoint(self.checkpoint) if self.checkpoint.exists() else None
-        if self._writes:
-            self._cut_log(0 if state is None else state["progress"]["step"])
-        return state
-
-    def _cut_log(self, step: int) -> None:
-        """Drop the lines of steps that will run again, and an incomplete last line."""
-        log = self.path / LOG
-        if not step:
+        step, log = 0 if state is None else state["progress"]["step"], self.path / LOG
+        if self._writes and not step:
             log.unlink(missing_ok=True)
-        elif log.exists():
+        elif self._writes and log.exists():
             lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
             write_whole(log, "".join(line for line in lines if json.loads(line)["step"] < step))
+        return state
 
 
 class TrainingLoop:
     """Runs phases one after another in a folder, and resumes from the folder's checkpoint.
 
     `schedule` maps a step to the multiplier of the peak rates; `autocast` (products in bfloat16) is by default on where
-    the device has instructions for it; `clock` returns seconds, for the time between checkpoints.
+    the device has instructions for it; `clock` returns seconds, for the time between checkpoints. `measure` returns
+    values for the log, `every` so many steps and after the last; it changes no weight and no random state.
     """
 
     def __init__(
@@ -309,7 +286,8 @@ class TrainingLoop:
         phases: Sequence[Phase],
         schedule: Callable[[int], float],
         run: RunFolder,
-        measurement: Measurement | None = None,
+        measure: Callable[[], Mapping[str, float]] | None = None,
+        every: int = 1,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -317,7 +295,7 @@ class TrainingLoop:
         self.phases = tuple(phases)
         self.schedule = schedule
         self.folder = run
-        self.measurement = measurement
+        self.measure, self.every = measure, every
         self.progress = Progress()
         self.autocast = has_bfloat16(next(model.parameters()).device)
         self.clock: Callable[[], float] = time.perf_counter
@@ -345,7 +323,7 @@ class TrainingLoop:
         self.model.train()
         saved = began = self.clock()
         first, stopped = self.progress.step, False
-        with held_interrupts() as interrupts:
+        with Interrupts() as interrupts:
             while self.progress.step < last and not stopped:
                 record = self._step()
                 self._measure(record, last)
@@ -404,11 +382,11 @@ class TrainingLoop:
         return StepRecord(step, so_far.tokens, so_far.elapsed_s, multiplier, norm, sums, rate)
 
     def _measure(self, record: StepRecord, last: int) -> None:
-        measurement, step = self.measurement, self.progress.step
-        if measurement is not None and self.processes.main and (step == last or step % measurement.every == 0):
+        step = self.progress.step
+        if self.measure is not None and self.processes.main and (step == last or step % self.every == 0):
             self.model.eval()
             with torch.no_grad():
-                record.values.update(measurement.values())
+                record.values.update(self.measure())
             self.model.train()
 
     def _locate(self, step: int) -> tuple[Phase, int]:
@@ -419,14 +397,8 @@ class TrainingLoop:
         raise TrainingError(f"step {step} is after the last phase")
 
     def _save(self) -> None:
-        self.folder.save(
-            {
-                "model": trained_weights(self.model),
-                "optimizer": self.optimizer.state_dict(),
-                "progress": vars(self.progress),
-                "random": torch.get_rng_state(),
-            }
-        )
+        state = {"model": trained_weights(self.model), "optimizer": self.optimizer.state_dict()}
+        self.folder.save(state | {"progress": vars(self.progress), "random": torch.get_rng_state()})
 
     def _resume(self) -> None:
         state = self.folder.resume()
@@ -457,13 +429,24 @@ def tensor_bytes(states: object) -> int:
 
 
 class Interrupts:
-    """Delays an interruption until it is let through; a second one takes effect at once."""
+    """Delays Ctrl-C inside the block until it is let through; a second one takes effect at once.
 
-    def __init__(self, before: Any) -> None:
+    It has no effect where Ctrl-C is ignored, or in a thread that does not receive it.
+    """
+
+    def __enter__(self) -> Self:
         self.waiting = False
-        self._before = before
+        self._before: Any = signal.getsignal(signal.SIGINT)
+        self._holds = callable(self._before) and threading.current_thread() is threading.main_thread()
+        if self._holds:
+            signal.signal(signal.SIGINT, self._interrupted)
+        return self
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __exit__(self, *_: object) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self.waiting:
             self._before(number, frame)
         self.waiting = True
@@ -473,18 +456,3 @@ class Interrupts:
         if self.waiting:
             self.waiting = False
             self._before(signal.SIGINT, None)
-
-
-@contextmanager
-def held_interrupts() -> Iterator[Interrupts]:
-    """Delay Ctrl-C inside the block; no effect where it is ignored, or in a thread that does not receive it."""
-    before = signal.getsignal(signal.SIGINT)
-    interrupts = Interrupts(before)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield interrupts
-        return
-    signal.signal(signal.SIGINT, interrupts)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)

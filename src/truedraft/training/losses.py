@@ -2,12 +2,8 @@
 
 Losses map log-probabilities [positions, vocab] of both, in float32, and labels to [positions], in nats (total
 variation: a fraction). The divergences are those of DistillSpec (2310.08461) and GKD (2306.13649); the best one depends
-on the pair, so they can be mixed.
-
-The target's distributions at the rows of its own answers are computed or stored. Computing takes one product with the
-LM head for each row in each epoch. Stored are 4 bytes for each of the top ids (`NAME.law_ids`, int32 `[tokens, kept]`)
-and 2 for each log-probability and one of the rest (`NAME.laws`, float16 `[tokens, kept + 1]`), 386 bytes a row at 64
-ids: faster for a large vocabulary, but an approximation.
+on the pair, so they can be mixed. The target's distributions at the rows of its own answers are computed, by a product
+with the LM head for each row in each epoch, or stored: faster for a large vocabulary, but an approximation.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -183,18 +179,16 @@ def loss_from_spec(spec: str) -> DistillationLoss:
         name, _, weight = part.strip().partition("=")
         if name not in NAMED_LOSSES:
             raise UnknownOptionError.nearest("loss", name, NAMED_LOSSES)
-        terms.append((_weight(weight, spec), NAMED_LOSSES[name]))
+        try:
+            share = float(weight or 1.0)
+        except ValueError:
+            share = math.nan
+        if not 0.0 < share < math.inf:
+            raise OptionError(
+                f"the weight {weight!r} in the loss {spec!r} is not a positive number: write kl=0.5,tv=0.5"
+            )
+        terms.append((share, NAMED_LOSSES[name]))
     return terms[0][1] if len(terms) == 1 else Mixture(tuple(terms))
-
-
-def _weight(text: str, spec: str) -> float:
-    try:
-        weight = float(text or 1.0)
-    except ValueError:
-        weight = math.nan
-    if not 0.0 < weight < math.inf:
-        raise OptionError(f"the weight {text!r} in the loss {spec!r} is not a positive number: write kl=0.5,tv=0.5")
-    return weight
 
 
 def _difference(left: Tensor, right: Tensor) -> Tensor:
@@ -267,15 +261,11 @@ _STORED = 512  # rows with distributions in memory at once
 
 @dataclass(frozen=True)
 class TargetRows:
-    """The distillation targets of some rows.
-
-    Attributes:
-        ids: `[rows, buckets - 1]`: ids with their own bucket; the last bucket is all others. None: every id has one.
-    """
+    """The distillation targets of some rows; the last bucket is of all ids without their own."""
 
     labels: Tensor  # `[rows]`, int64: the drawn tokens; with `ids` the bucket of each
     log_probs: Tensor | None  # `[rows, buckets]`, float32; None where the loss needs only labels
-    ids: Tensor | None = None
+    ids: Tensor | None = None  # `[rows, buckets - 1]`: ids with their own bucket; None: every id has one
 
     def losses(self, student_logits: Tensor, rows: Tensor, loss: DistillationLoss) -> Tensor:
         """The loss of each guess, `[guesses]`, for logits `[guesses, vocab]` and the row of each guess, from 0.
@@ -291,10 +281,8 @@ class TargetRows:
         return distill(student_logits, log_probs, self.labels[rows], loss)
 
 
-class DistillationTarget(Protocol):
-    """Gives the distillation targets at the rows of a batch."""
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows: ...
+DistillationTarget: TypeAlias = "Callable[[CollatedBatch, slice], TargetRows]"
+"""Gives the distillation targets at some rows of a batch."""
 
 
 def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: DistillationLoss) -> TargetRows:
@@ -302,27 +290,20 @@ def computed_rows(labels: Tensor, logits: Callable[[], Tensor], loss: Distillati
     return TargetRows(labels, functional.log_softmax(logits().float(), dim=-1) if loss.reads_target else None)
 
 
-@dataclass(frozen=True)
-class ComputedTarget:
+def computed_target(lm_head: LmHead, loss: DistillationLoss) -> DistillationTarget:
     """The target's distributions, computed from its stored vectors when they are needed."""
-
-    lm_head: LmHead
-    loss: DistillationLoss
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        return computed_rows(batch.tokens[rows], lambda: self.lm_head(batch.hidden[rows]), self.loss)
+    return lambda batch, rows: computed_rows(batch.tokens[rows], lambda: lm_head(batch.hidden[rows]), loss)
 
 
 @dataclass(frozen=True)
 class KeptTarget:
-    """The target's distributions stored with its vectors: its top tokens, and the rest as one bucket.
+    """The target's distributions stored with its vectors, mapped from disk: its top tokens, and the rest as one bucket.
 
-    Attributes:
-        ids: int32 `[rows, kept]`: the top tokens of each row of the text, in descending order; mapped from disk.
+    In `NAME.law_ids` and `NAME.laws`, of `KEPT_BYTES` a row.
     """
 
-    ids: NDArray[np.int32]
-    logs: NDArray[np.float16]  # float16 `[rows, kept + 1]`: the logs of their probabilities, and of all others together
+    ids: NDArray[np.int32]  # `[rows, kept]`: the top tokens of each row of the text, in descending order
+    logs: NDArray[np.float16]  # `[rows, kept + 1]`: the logs of their probabilities, and of all others together
 
     def at(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Ids `[some, kept]`, int64, and logs `[some, kept + 1]`, float32, of distributions that sum to 1."""
@@ -343,16 +324,21 @@ def keep_target(
     folder: Path,
     name: str,
     *,
-    kept: int = KEPT,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> KeptTarget:
-    """Write the top `kept` ids of a text's distributions into its folder, or resume; TrainingError on failure."""
-    rows, kept = len(text.tokens), min(kept, lm_head.weight.shape[0] - 1)
-    files = [(folder / f"{name}.law_ids", np.int32, kept), (folder / f"{name}.laws", np.float16, kept + 1)]
-    done = min(_whole_rows(path, np.dtype(kind).itemsize * width) for path, kind, width in files)
+    """Write the top `KEPT` ids of a text's distributions into its folder, or resume; TrainingError on failure."""
+    rows, kept = len(text.tokens), min(KEPT, lm_head.weight.shape[0] - 1)
+    files: list[tuple[Path, Any, int]] = [
+        (folder / f"{name}.law_ids", np.int32, kept),
+        (folder / f"{name}.laws", np.float16, kept + 1),
+    ]
+    sizes = {path: width * np.dtype(kind).itemsize for path, kind, width in files}  # bytes of a row
+    done = min(path.stat().st_size // size if path.is_file() else 0 for path, size in sizes.items())
     done = min(rows, done // _STORED * _STORED) if done < rows else rows  # the same chunks after an interruption
-    for path, kind, width in files:
-        _cut(path, done * width * np.dtype(kind).itemsize)
+    for path, size in sizes.items():
+        if path.is_file() and path.stat().st_size > done * size:
+            with writing(path):
+                os.truncate(path, done * size)
     while done < rows:
         on_progress(done, rows)
         here = slice(done, min(done + _STORED, rows))
@@ -362,7 +348,10 @@ def keep_target(
                 file.write(part.cpu().numpy().astype(kind).tobytes())
         done = here.stop
     on_progress(rows, rows)
-    ids, logs = (_mapped(path, kind, (rows, width)) for path, kind, width in files)
+    ids, logs = (
+        np.memmap(path, kind, "r", shape=(rows, width)) if rows else np.zeros((0, width), kind)
+        for path, kind, width in files
+    )
     return KeptTarget(ids, logs)
 
 
@@ -373,17 +362,3 @@ def _likeliest(logits: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     own = logs.gather(1, ids)
     rest = logs.scatter_(1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return ids, torch.cat([own, rest], dim=1)
-
-
-def _whole_rows(path: Path, size: int) -> int:
-    return path.stat().st_size // size if path.is_file() else 0
-
-
-def _cut(path: Path, size: int) -> None:
-    if path.is_file() and path.stat().st_size > size:
-        with writing(path):
-            os.truncate(path, size)
-
-
-def _mapped(path: Path, kind: Any, shape: tuple[int, int]) -> NDArray[Any]:
-    return np.memmap(path, kind, "r", shape=shape) if shape[0] else np.zeros(shape, kind)

@@ -120,7 +120,10 @@ def train_ngrams(
             documents = _encoded(source.texts, tokenizer, model.vocab_size, config.max_text_tokens, hooks)
         else:
             pen = Writing(config.tokens, config.answers, out / WORK, hooks, budget)
-            documents, tests = _answers(_answered(model, source, tokenizer, pen, config), tests)
+            records = _answered(model, source, tokenizer, pen, config)
+            kept = 0 if tests else min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))  # answered ones to measure on
+            tests = tests or [record.prompt for record in records[:kept]]
+            documents = [np.array(record.answer, np.int32) for record in records[kept:]]
             words = f"what the target answers to prompts from {words}"
         table = _counted(documents, model, config, hooks)
         with writing(out / TABLE):
@@ -133,13 +136,6 @@ def train_ngrams(
         _write_record(result, target, model, hooks)
         _write_card(str(target), result, config.device)
     return result
-
-
-def _answers(records: list[WrittenAnswer], tests: list[list[int]]) -> tuple[list[NDArray[np.int32]], list[list[int]]]:
-    """The answers to count, and the prompts to measure on: where there are none, some of the answered ones."""
-    kept = 0 if tests else min(_TEST_PROMPTS, int(_HELD_OUT * len(records)))
-    tests = tests or [record.prompt for record in records[:kept]]
-    return [np.array(record.answer, np.int32) for record in records[kept:]], tests
 
 
 def _write_card(target: str, result: NgramResult, device: str) -> None:
@@ -265,8 +261,7 @@ def _measured(
         return []
     drafter = NgramDrafter(table)
     about = {"num_speculative_tokens": drafter.limits.depth, "nodes": drafter.limits.nodes}
-    new: Callable[[], NgramDrafter] = lambda: drafter  # noqa: E731
-    rounds = [EngineRound(temperature, new, about) for temperature in TREE_TEMPERATURES.values()]
+    rounds = [EngineRound(temperature, lambda: drafter, about) for temperature in TREE_TEMPERATURES.values()]
     return measure_in_engine(
         model,
         rounds,
@@ -393,19 +388,15 @@ def _count(
             nodes[ends - 1] * vocab_size + ids[ends], return_index=True, return_inverse=True, return_counts=True
         )
         suffixes = nodes[ends[places]]
-        counted[-1] = _continued(counted[-1], suffixes, nodes[depth == length - 2])
+        # Shorter n-grams are weighted by the number of different tokens before them.
+        size, starts = len(counted[-1].times), nodes[depth == length - 2]
+        begun = np.bincount(starts, minlength=size) > 0
+        counted[-1] = replace(counted[-1], weights=np.bincount(suffixes, minlength=size) + begun)
         counted.append(_Counted(times, keys % vocab_size, keys // vocab_size, suffixes, times))
         nodes = np.full(len(ids), -1)
         nodes[ends] = numbers
         done()
     return counted
-
-
-def _continued(own: _Counted, suffixes: NDArray[np.int64], starts: NDArray[np.int64]) -> _Counted:
-    """Weight n-grams shorter than the longest by the number of different tokens before them."""
-    size = len(own.times)
-    begun = np.bincount(starts, minlength=size) > 0
-    return _Counted(own.times, own.tokens, own.prefixes, own.suffixes, np.bincount(suffixes, minlength=size) + begun)
 
 
 def _levels(

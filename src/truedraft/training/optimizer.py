@@ -35,29 +35,22 @@ class MixedOptimizer:
         others = [p for p in trained if p.ndim != 2 or id(p) in embeddings]
         self._parameters = trained
         self._clip_norm = config.clip_norm
-        made: list[tuple[float, torch.optim.Optimizer]] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = torch.optim.Muon(
-                matrices,
-                lr=config.matrix_rate,
-                weight_decay=config.matrix_weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            made.append((config.matrix_rate, muon))
+            decay, momentum = config.matrix_weight_decay, config.momentum
+            muon = torch.optim.Muon(matrices, config.matrix_rate, decay, momentum, adjust_lr_fn="match_rms_adamw")
+            self._optimizers.append(muon)
         if others:
             adam = torch.optim.AdamW(others, lr=config.vector_rate, betas=config.betas, weight_decay=0.0)
-            made.append((config.vector_rate, adam))
-        self._peaks = tuple(peak for peak, _ in made)
-        self.peak = max(self._peaks, default=0.0)
-        self._optimizers = tuple(optimizer for _, optimizer in made)
+            self._optimizers.append(adam)
+        self.peak: float = max((each.defaults["lr"] for each in self._optimizers), default=0.0)
 
     def step(self, multiplier: float) -> float:
         """Clip, update and clear the gradients; returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        for optimizer, peak in zip(self._optimizers, self._peaks, strict=True):
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = peak * multiplier
+                group["lr"] = optimizer.defaults["lr"] * multiplier
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return float(norm)

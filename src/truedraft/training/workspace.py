@@ -24,17 +24,9 @@ _MARGIN = 0.9  # share of the time for steps: the rest is for measurements betwe
 _LEAST_STEPS, _FEW_STEPS = 5, 100  # with fewer steps noise; with fewer than the second little gain
 _LOCK, _OWNER = "lock", "pid"  # of the process that trains in a folder
 _WORKING = (
-    "checkpoint.pt*",
-    "log.jsonl*",
-    "run.json*",
-    "train.*",
-    "tree.*",
-    "tree-*.*",
-    "held_out.*",
-    "answers.*",
-    "questions.*",
-    _OWNER,
-)
+    "checkpoint.pt*", "log.jsonl*", "run.json*", "train.*", "tree.*", "tree-*.*", "held_out.*", "answers.*",
+    "questions.*", _OWNER,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -65,7 +57,12 @@ def exclusive_access(work: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise OptionError(_busy(work)) from error
+            owner = "another process"
+            with contextlib.suppress(OSError, ValueError):
+                owner = f"process {int((work / _OWNER).read_text())}"
+            raise OptionError(
+                f"{owner} is training in {str(work.parent)!r}: wait until it ends, end it, or name a new folder"
+            ) from error
     try:
         write_whole(work / _OWNER, f"{os.getpid()}\n")
         yield
@@ -128,14 +125,6 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def _busy(work: Path) -> str:
-    try:
-        owner = f"process {int((work / _OWNER).read_text())}"
-    except (OSError, ValueError):
-        owner = "another process"
-    return f"{owner} is training in {str(work.parent)!r}: wait until it ends, end it, or name a new folder"
-
-
 class TimeBudget:
     """The time limit of a whole command, counted from construction; None sets no limit.
 
@@ -184,19 +173,16 @@ class TimeBudget:
         """Report the effect of few steps beforehand; TrainingError if they are too few for a useful drafter."""
         if self.minutes is None or steps >= min(requested, _FEW_STEPS):
             return
-        needed = {
-            least: f"{math.ceil(self.minutes * min(least, requested) / steps):,}"
-            for least in (_LEAST_STEPS, _FEW_STEPS)
-        }
+        least, some = (
+            f"{math.ceil(self.minutes * min(each, requested) / steps):,}" for each in (_LEAST_STEPS, _FEW_STEPS)
+        )
         got = f"in {self.minutes:g} minutes there is time for {words}"
         if steps < min(requested, _LEAST_STEPS):
             raise TrainingError(
-                f"{got}, from which a drafter learns next to nothing: give it --minutes {needed[_LEAST_STEPS]} for the "
-                f"least, some {needed[_FEW_STEPS]} for one that helps, a faster machine, or a smaller drafter"
+                f"{got}, from which a drafter learns next to nothing: give it --minutes {least} for the least, some "
+                f"{some} for one that helps, a faster machine, or a smaller drafter"
             )
-        on_note(
-            f"{got}, and a drafter learns little in fewer than {_FEW_STEPS}: some {needed[_FEW_STEPS]} minutes help"
-        )
+        on_note(f"{got}, and a drafter learns little in fewer than {_FEW_STEPS}: some {some} minutes help")
 
 
 def duration(seconds: float) -> str:

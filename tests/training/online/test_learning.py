@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from support.two_domains import (
     learning,
     measured,
     prompts,
+    served,
     teach,
     trained,
     two_domains,
@@ -37,16 +37,14 @@ from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
-from truedraft.training.losses import ForwardKL
 from truedraft.training.online import Learner
-from truedraft.training.online.learnable import LearnableLayerHeads, Narrowed
+from truedraft.training.online.learnable import LearnableLayerHeads, narrowed
 from truedraft.training.online.learner import Tenants
 from truedraft.training.online.student import Candidate, Student, _Winner
 from truedraft.training.online.traffic import Answered, Score, Traffic
 
 LEARNED = [RedrafterHead, MedusaHeads, Eagle3Head, LlamaForCausalLM]
 OTHERS = [PEagleHead, DFlashHead, DFlash2Head, DSparkHead]
-KINDS = pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
 
 
 def heads_of(kind: type[Any]) -> tuple[Any, Any]:
@@ -87,16 +85,15 @@ class Noting(Unthreaded):
         self.seen = [*getattr(self, "seen", []), (scope, answer)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, LlamaForCausalLM])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [(RedrafterHead, 0.0), (RedrafterHead, 1.0), (Eagle3Head, 1.0), (LlamaForCausalLM, 0.0)]
+)
 def test_the_answers_and_their_vectors_are_what_is_recorded(kind: type[Any], temperature: float) -> None:
     learner = Noting()
     engine = learning(trained(kind), learner)
     asked = prompts(0, 5)
     params = SamplingParams(max_tokens=23, temperature=temperature)
-    requests = [engine.submit(prompt, params, scope=number) for number, prompt in enumerate(asked)]
-    while engine.step():
-        pass
+    requests = served(engine, asked, params, range(5))
     target = two_domains()
     assert sorted(scope for scope, _ in learner.seen) == [0, 1, 2, 3, 4]
     for scope, noted in learner.seen:
@@ -126,10 +123,10 @@ class Swapping(Unthreaded):
         return [(name, learnable.change(self.heads[self.swaps % len(self.heads)]))]
 
 
-@KINDS
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_swap_in_the_middle_changes_no_answer(kind: type[Any], how: dict[str, float]) -> None:
-    params = SamplingParams(max_tokens=40, **how)  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [*LEARNED, *OTHERS])
+def test_a_swap_in_the_middle_changes_no_answer(kind: type[Any]) -> None:
+    """Greedy and seeded ones, side by side."""
+    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.9, seed=5)] * 3
     asked = prompts(0, 3) + prompts(1, 3)
     plain = [each.token_ids for each in Engine(two_domains()).generate(asked, params)]
     learner = Swapping()
@@ -253,21 +250,26 @@ def judged(student: Student, newest: int = 24, **kept: int) -> Candidate:
         for weight in winner.module.parameters():
             weight.add_(1.0)
     heads = {"served": student.served, "origin": student.origin, "new": winner}
-    groups = [[Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(8)] for _ in range(3)]
-    for number, answer in enumerate(itertools.chain.from_iterable(groups)):
-        answer.number = number
-        here = {"served": 20, "origin": 20, "new": newest} if number >= 16 else {"served": 20, "origin": 20} | kept
+    answers = [Answered(torch.zeros(61), torch.zeros(61, 1), number=number) for number in range(24)]
+    for answer in answers:
+        here = {"served": 20, "origin": 20} | ({"new": newest} if answer.number >= 16 else kept)
         answer.scores = {heads[name].number: Score(60, 40, count) for name, count in here.items()}
-    student._winner = _Winner(winner, winner, 1.0, [{each.number for each in some} for some in groups])
-    student._judge_winner(student._winner, list(itertools.chain.from_iterable(groups)))
+    student._winner = _Winner(winner, winner, 1.0, [{*range(8)}, {*range(8, 16)}, {*range(16, 24)}])
+    student._judge_winner(student._winner, answers)
     return winner
 
 
-@pytest.mark.parametrize("better", ["served", "origin"])
-def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
+@pytest.fixture
+def student() -> Iterator[Student]:
+    """Of an engine that never learns by itself."""
     learner = Unthreaded(share=1.0)
     engine = learning(untrained(), learner)
-    student = learner.student
+    yield learner.student
+    assert engine.learner is learner
+
+
+@pytest.mark.parametrize("better", ["served", "origin"])
+def test_less_is_taken_of_what_is_worse_on_older_answers(better: str, student: Student) -> None:
     student.served = served = Candidate(untrained(), 7)
     winner = judged(student, new=20, **{better: 21})
     assert student.served is served and student._winner is not None and student._winner.whole is winner
@@ -279,35 +281,25 @@ def test_less_is_taken_of_what_is_worse_on_older_answers(better: str) -> None:
         assert not torch.equal(first, found.float())
     promoted = judged(student, new=20)
     assert student.served is promoted and student._winner is None and student.promotions == 1
-    assert engine is not None
 
 
-def test_a_winner_that_loses_at_every_share_is_dropped_and_seen_answers_are_forgotten() -> None:
-    learner = Unthreaded(share=1.0)
-    engine, student = learning(untrained(), learner), learner.student
+def test_a_winner_that_loses_at_every_share_is_dropped_and_seen_answers_are_forgotten(student: Student) -> None:
     judged(student, new=10)
     shares = []
     while student._winner is not None and len(shares) < 9:
         shares.append(student._winner.share)
         winner = student._winner
-        answers = [Answered(torch.zeros(61), torch.zeros(61, 1), 0.0) for _ in range(24)]
-        for number, answer in enumerate(answers):
-            answer.number = number
-            answer.scores = {student.served.number: Score(60, 40, 20), winner.now.number: Score(60, 40, 10)}
-            if number >= 16:
-                answer.scores[winner.now.number] = Score(60, 40, 24)
+        answers = [Answered(torch.zeros(61), torch.zeros(61, 1), number=number) for number in range(24)]
+        for answer in answers:
+            kept = 24 if answer.number >= 16 else 10
+            answer.scores = {student.served.number: Score(60, 40, 20), winner.now.number: Score(60, 40, kept)}
         student._judge_winner(winner, answers)
-    assert shares == pytest.approx([0.7, 0.49, 0.343, 0.2401]) and student.promotions == 0 and engine is not None
+    assert shares == pytest.approx([0.7, 0.49, 0.343, 0.2401]) and student.promotions == 0
     student._judged.update(range(1000, 2000))
     student._judge()
     assert not student._judged
-
-
-def test_what_no_longer_gains_on_the_newest_answers_is_dropped() -> None:
-    learner = Unthreaded(share=1.0)
-    engine, student = learning(untrained(), learner), learner.student
     judged(student, newest=20, new=30)
-    assert student.served is student.origin and student._winner is None and engine is not None
+    assert student.served is student.origin and student._winner is None, "what no longer gains on the newest answers"
 
 
 @pytest.mark.parametrize("kind", [each for each in (*LEARNED, *OTHERS) if each is not MedusaHeads])  # makes no chains
@@ -332,17 +324,15 @@ def test_replay_is_what_an_engine_with_chains_does(kind: type[Any]) -> None:
 def test_a_narrowed_step_learns_what_the_whole_vocabulary_says_of_its_ids() -> None:
     lm_head = two_domains().lm_head()
     ids = torch.tensor([1, 2, 5, 7])
-    narrowed = Narrowed.of(lm_head, ForwardKL(), ids)
+    found = narrowed(lm_head, ids)
     vectors = torch.randn(6, VOCAB**2, dtype=torch.float64)
-    torch.testing.assert_close(narrowed.lm_head(vectors), lm_head(vectors)[:, ids])
-    assert torch.equal(narrowed.lm_head.embed(torch.tensor([11])), lm_head.embed(torch.tensor([11])))
-    assert narrowed.place is not None and narrowed.place[ids].tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(found(vectors), lm_head(vectors)[:, ids])
+    assert torch.equal(found.embed(torch.tensor([11])), lm_head.embed(torch.tensor([11])))
 
 
-@pytest.mark.parametrize("name", ["embedded:target"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_lm_head_that_is_learned_with_is_the_targets(name: str, dtype: str) -> None:
-    target = load_model(name, dtype=dtype)
+def test_the_lm_head_that_is_learned_with_is_the_targets(dtype: str) -> None:
+    target = load_model("embedded:target", dtype=dtype)
     lm_head = target.lm_head()
     vectors = torch.randn(9, target.head_width, generator=torch.Generator().manual_seed(0)).to(target.dtype)
     expected = target.unembed(vectors).float()
@@ -358,22 +348,11 @@ def test_a_tenants_strings_reach_no_other_tenants_drafts() -> None:
     learner = Unthreaded(share=1.0, per_tenant=True)
     engine = learning(trained(), learner)
 
-    def asked_by(tenant: str, kind: int, count: int, seed: int) -> float:
-        requests = [
-            engine.submit(each, SamplingParams(max_tokens=40, temperature=1.0), scope=tenant)
-            for each in prompts(kind, count, seed)
-        ]
-        while engine.step():
-            pass
-        return sum(each.counters.emitted_tokens for each in requests) / sum(
-            each.counters.target_calls for each in requests
-        )
-
     for turn in range(12):
-        asked_by("planter", 1, 16, turn)
+        ask(engine, prompts(1, 16, turn), "planter")
         learner._meet()
         learner.settle()
-    asked_by("planter", 1, 1, 0)
+    ask(engine, prompts(1, 1), "planter")
     assert learner.status.promotions
     (drafter,) = learner._tenants.values()
     seen: dict[str, list[list[int]]] = {}
@@ -415,11 +394,7 @@ def test_both_tenants_are_drafted_for_in_one_batch(kind: type[Any]) -> None:
     (drafter,) = learner._tenants.values()
     drafter.take("b", untrained(kind))
     asked = prompts(0, 4)
-    requests = [
-        engine.submit(each, SamplingParams(max_tokens=30), scope="ab"[number % 2]) for number, each in enumerate(asked)
-    ]
-    while engine.step():
-        pass
+    requests = served(engine, asked, SamplingParams(max_tokens=30), "ab")
     plain = Engine(two_domains()).generate(asked, SamplingParams(max_tokens=30))
     assert [each.pieces[-1].answer.token_ids for each in requests] == [each.token_ids for each in plain]  # type: ignore[union-attr]
     lengths = [each.counters.mean_acceptance_length for each in requests]
@@ -458,7 +433,7 @@ def answered(count: int, since_s: float = 0.0, width: int = 4) -> Answered:
     return Answered(torch.zeros(count, dtype=torch.int64), torch.zeros(count, width), since_s)
 
 
-def test_memory_is_bounded_and_older_answers_are_sampled_evenly() -> None:
+def test_memory_is_bounded_older_answers_are_sampled_evenly_and_forgotten_in_time() -> None:
     traffic = Traffic(most_bytes=96_000, most_tokens=3_000, keep_s=100.0)
     for number in range(2000):
         traffic.add(answered(10, number / 1000))
@@ -469,8 +444,6 @@ def test_memory_is_bounded_and_older_answers_are_sampled_evenly() -> None:
     assert [each.number for each in traffic.trained.fresh] == sorted(each.number for each in traffic.trained.fresh)
     assert not {each.number for each in traffic.trained} & {each.number for each in traffic.held}
 
-
-def test_answers_are_forgotten_in_time() -> None:
     traffic = Traffic(1 << 20, 10_000, keep_s=60.0)
     for number in range(40):
         traffic.add(answered(10, float(number)))

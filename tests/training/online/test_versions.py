@@ -15,7 +15,6 @@ import torch
 from support.two_domains import Unthreaded, ask, learnable_of, learning, prompts, teach, trained, two_domains, untrained
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import DSparkHead
-from truedraft.kinds.eagle.module import Eagle3Head
 from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.redrafter.module import RedrafterHead
 from truedraft.training.online.student import Student, Versions
@@ -119,7 +118,7 @@ def test_what_is_written_are_heads_and_no_text(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [RedrafterHead, Eagle3Head, DSparkHead])
+@pytest.mark.parametrize("kind", [RedrafterHead, DSparkHead])
 def test_a_rollback_is_named_on_disk_too(kind: type[Any], tmp_path: Path) -> None:
     learner, first, other = Unthreaded(tmp_path, share=1.0), untrained(kind, 1), untrained(kind)
     learning(first, learner)
@@ -167,60 +166,38 @@ def test_a_folder_of_something_else_is_refused_in_a_sentence(tmp_path: Path, wha
     with pytest.raises(OptionError, match=message) as refused:
         learning(head, Unthreaded(tmp_path))
     assert refused.value.field == "learn_folder" and "\n" not in str(refused.value)
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_learned(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place in ("file", "file/below"):
-        with pytest.raises(OptionError, match="cannot be made") as refused:
-            learning(trained(), Unthreaded(tmp_path / place))
-        assert refused.value.field == "learn_folder"
+    with pytest.raises(OptionError, match="cannot be made"):
+        learning(trained(), Unthreaded(tmp_path / "file" / "below"))
 
 
-def test_where_a_version_cannot_be_written_the_old_one_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = Unthreaded(tmp_path, share=1.0)
-    engine = learning(trained(), learner)
-    drafter = engine.drafter.trees
-    assert drafter is not None
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("truedraft.training.online.student.take_place", full)
-    student = learner.student
-
-    def promoting(self: Student) -> bool:
-        self._promote(type(self.served)(untrained()))
-        return True
-
-    monkeypatch.setattr(Student, "work", promoting)
-    learner._work()
-    ask(engine, prompts(0, 1))
-    assert drafter.head is trained() and learner.status.failures == 1
-    assert student.served.module is not drafter.head or student.served is student.origin
-
-
-@pytest.mark.parametrize("promotes", [False, True])
+@pytest.mark.parametrize("fails", ["writing", "naming", "naming a rollback"])
 def test_a_full_disk_keeps_no_worse_head_drafting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, promotes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
 ) -> None:
+    """A version that is not written is not served; one that is not named is, and both are counted."""
     learner = Unthreaded(tmp_path, share=1.0)
     engine, student = learning(trained(), learner), learner.student
-    drafter, worse = engine.drafter.trees, type(student.served)(untrained())
+    drafter, other = engine.drafter.trees, type(student.served)(untrained())
     assert drafter is not None
-    if not promotes:
-        student._promote(worse)
+    if fails == "naming a rollback":
+        student._promote(other)
         ask(engine, prompts(0, 1))
-        assert drafter.head is worse.module
+        assert drafter.head is other.module
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("truedraft.training.online.student.written_whole", full)
-    student._promote(worse) if promotes else student._roll_back(student.origin)
+    def work(self: Student) -> bool:
+        self._roll_back(self.origin) if fails == "naming a rollback" else self._promote(other)
+        return True
+
+    written = "take_place" if fails == "writing" else "written_whole"
+    monkeypatch.setattr(f"truedraft.training.online.student.{written}", full)
+    monkeypatch.setattr(Student, "work", work)
+    learner._work()
     ask(engine, prompts(0, 1))
-    assert drafter.head is (worse if promotes else student.origin).module and student.served.module is drafter.head
-    assert (student.promotions, student.rollbacks) == (1, int(not promotes)) and learner.status.failures == 1
-    assert "No space left" in caplog.text
+    assert student.served is (other if fails == "naming" else student.origin)
+    assert drafter.head is (trained() if fails == "writing" else student.served.module)
+    assert student.rollbacks == int(fails == "naming a rollback")
+    assert learner.status.failures == 1 and "No space left" in caplog.text

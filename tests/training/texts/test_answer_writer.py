@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from cli.tiny import save_tiny_llama
-from truedraft import Engine, SamplingParams, load_model
+from training.head_runs import full_disk
+from truedraft import Engine, load_model
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.training.loop import Callbacks
 from truedraft.training.texts import answer_writer
@@ -59,30 +58,26 @@ def test_answers_are_those_of_the_engine_whatever_the_batch(model, tmp_path):
     assert len(text.tokens) == text.starts[-1] == len(text.bits)
 
 
-def test_the_vectors_are_those_that_the_tokens_were_drawn_from(model, whole):
+def test_the_vectors_are_those_that_the_tokens_were_drawn_from(model, whole, tmp_path):
+    """Of a long prompt the end is kept; lines are JSON that others can read."""
     text = write_answers(model, PROMPTS, whole, "train", CONFIG)  # finished already: only read
     for record, first, end in zip(text.records, text.starts, text.starts[1:], strict=False):
         vectors = text.hidden(slice(first, end))
         assert torch.equal(vectors, hidden_of(model, record).to(torch.bfloat16))
         if record.temperature == 0.0 and not record.stopped:
             assert model.unembed(vectors.to(model.dtype)).argmax(-1).tolist() == record.answer
-
-
-def test_traces_by_temperature(model, whole):
-    text = write_answers(model, PROMPTS, whole, "train", CONFIG)
     traces = text.traces(1.0)
     assert [trace.tokens.tolist() for trace in traces] == [r.answer for r in text.records if r.temperature == 1.0]
     assert torch.equal(traces[0].hidden, text.hidden(slice(text.starts[1], text.starts[2])))
-
-
-def test_a_long_prompt_keeps_its_end(model, tmp_path):
+    line = json.loads((whole / "train.jsonl").read_text().splitlines()[1])
+    assert line.keys() == {"prompt", "answer", "temperature", "stopped"} and line["temperature"] == 1.0
     long = list(range(1, 200))
     text = write_answers(model, [long], tmp_path, "train", CONFIG)
     assert text.records[0].prompt == long[-(model.context_length - CONFIG.answer_tokens) :]
     assert torch.equal(text.hidden(slice(0, 12)), hidden_of(model, text.records[0]).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("kept", [0, 1, 5])
+@pytest.mark.parametrize("kept", [0, 5])
 def test_after_a_kill_the_files_come_out_the_same(model, whole, tmp_path, monkeypatch, kept):
     class KilledError(Exception):
         pass
@@ -159,82 +154,42 @@ def test_answers_that_run_when_the_time_is_up_are_kept_as_far_as_they_are(model,
     assert whole.records[: len(text.records)] == text.records and len(whole.records) == len(PROMPTS)
 
 
-def test_a_torn_last_line_is_written_again(model, whole, tmp_path):
-    lines = copied(whole, tmp_path) / "train.jsonl"
-    lines.write_bytes(lines.read_bytes()[:-9])
+@pytest.mark.parametrize(("name", "size"), [("train.jsonl", -9), ("train.hidden", 0), ("train.hidden", 100)])
+def test_a_torn_last_line_and_lost_vectors_are_made_again(model, whole, tmp_path, name, size):
+    file = copied(whole, tmp_path) / name
+    file.write_bytes(file.read_bytes()[:size])
     write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
-@pytest.mark.parametrize("size", [0, 100])
-def test_lost_vectors_are_computed_again(model, whole, tmp_path, size):
-    vectors = copied(whole, tmp_path) / "train.hidden"
-    vectors.write_bytes(vectors.read_bytes()[:size])
-    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
-    assert contents(tmp_path) == contents(whole)
-
-
-def test_other_prompts_or_options_are_refused_and_nothing_is_lost(model, whole, tmp_path):
+def test_other_prompts_or_options_are_refused_and_a_broken_line_is_named(model, whole, tmp_path):
     before = contents(copied(whole, tmp_path))
     with pytest.raises(OptionError, match=r"prompts_sha256 was .* and is now"):
         write_answers(model, PROMPTS[:-1], tmp_path, "train", CONFIG)
     with pytest.raises(OptionError, match="answer_tokens was 12 and is now 13"):
         write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, answer_tokens=13))
     write_answers(model, PROMPTS, tmp_path, "train", replace(CONFIG, batch=8))  # decides the speed only
-    assert contents(tmp_path) == before
-
-
-def test_a_broken_line_is_named(model, whole, tmp_path):
-    lines = copied(whole, tmp_path) / "train.jsonl"
+    assert contents(tmp_path) == before, "nothing is lost"
+    lines = tmp_path / "train.jsonl"
     lines.write_text('{"prompt": [1]}\n' + lines.read_text())
     with pytest.raises(DataError, match=r"train\.jsonl, line 1: not an answer"):
         write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
 
 
-def test_a_full_disk_is_one_sentence_and_keeps_what_was_written(model, whole, tmp_path, monkeypatch):
-    opened = Path.open
-    writes = []
-
-    def full(path, mode="r", *rest, **more):
-        if path.suffix == ".hidden":
-            writes.append(path)
-            if len(writes) == 4:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, mode, *rest, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device; what was fini"):
-        patch.setattr(Path, "open", full)
+@pytest.mark.parametrize("begun", [0, 3])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(model, whole, tmp_path, begun):
+    """In the fourth answer, which may be the first after going on."""
+    if begun:
+        lines = copied(whole, tmp_path) / "train.jsonl"
+        lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:begun]))
+    with full_disk("train.hidden", 4 - begun), pytest.raises(TrainingError, match="No space left on device; what was"):
         write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 3
     write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
     assert contents(tmp_path) == contents(whole)
 
 
-def test_going_on_while_the_disk_is_full_loses_nothing(model, whole, tmp_path, monkeypatch):
-    opened = Path.open
-
-    def full(path, mode="r", *rest, **more):
-        file = opened(path, mode, *rest, **more)  # a full disk still empties a file that is opened to be written
-        if "r" not in mode:
-            file.close()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return file
-
-    lines = copied(whole, tmp_path) / "train.jsonl"
-    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:3]))
-    with monkeypatch.context() as patch, pytest.raises(TrainingError, match="No space left on device"):
-        patch.setattr(Path, "open", full)
-        write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
-    write_answers(model, PROMPTS, tmp_path, "train", CONFIG)
-    assert contents(tmp_path) == contents(whole)
-
-
-def test_lines_are_json_that_others_can_read(whole):
-    record = json.loads((whole / "train.jsonl").read_text().splitlines()[1])
-    assert record.keys() == {"prompt", "answer", "temperature", "stopped"} and record["temperature"] == 1.0
-
-
-def test_unusable_options():
+def test_unusable_options_and_seeds():
     for options, message in (
         ({"answer_tokens": 0}, "answer_tokens must be 1 or more, got 0"),
         ({"batch": 0}, "batch must be 1 or more"),
@@ -243,30 +198,18 @@ def test_unusable_options():
     ):
         with pytest.raises(OptionError, match=message):
             WritingConfig(**options)
-
-
-def test_seeds_go_by_number():
     seeds = {WritingConfig(seed=seed).params(number).seed for seed in range(3) for number in range(50)}
-    assert len(seeds) == 150
-    assert isinstance(WritingConfig().params(0), SamplingParams)
+    assert len(seeds) == 150, "they go by number"
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("seconds", "kept"), [({1: 1.0, 2: 2.0}, 1), ({1: 2.0, 2: 1.5}, 2)])
-def test_the_faster_is_kept_after_some_turns(seconds: dict[int, float], kept: int) -> None:
+def test_the_faster_is_kept_after_some_turns(seconds, kept):
     now = [0.0]
+    torch.set_num_threads(2)
     trial = ThreadTrial(torch.device("cpu"), lambda: now[0])
     used = []
 
-    def step() -> int:
+    def step():
         used.append(torch.get_num_threads())
         now[0] += seconds[used[-1]]
         return len(used)
@@ -275,9 +218,6 @@ def test_the_faster_is_kept_after_some_turns(seconds: dict[int, float], kept: in
     assert set(used[:150]) == {1, 2} and set(used[150:]) == {kept}
     trial.stop()
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_a_device_is_left_alone() -> None:
-    trial = ThreadTrial(torch.device("meta"))
-    assert {trial.run(torch.get_num_threads) for _ in range(200)} == {2}
+    device = ThreadTrial(torch.device("meta"))
+    assert {device.run(torch.get_num_threads) for _ in range(200)} == {2}, "a device is left alone"
+    torch.set_num_threads(1)

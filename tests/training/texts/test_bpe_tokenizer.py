@@ -10,21 +10,17 @@ from recipes.common import END_OF_TEXT
 from truedraft.training.texts.data import load_tokenizer, save_tokenizer
 
 HARD = [
-    "",
-    " ",
-    "\n",
-    "def f():\n\treturn 1\r\n    \n\n  x",
-    "  leading and trailing  ",
-    "don 't . clean , this",
-    "héllo wörld — 東京 \U0001f600 \x00\x7f",
-    "a" * 500,
-    "\n\n\n        deep = [1,2,3333333]\n",
-]
+    "", " ", "\n", "def f():\n\treturn 1\r\n    \n\n  x", "  leading and trailing  ", "don 't . clean , this",
+    "héllo wörld — 東京 \U0001f600 \x00\x7f", "a" * 500, "\n\n\n        deep = [1,2,3333333]\n",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", HARD)
-def test_round_trip(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+@pytest.fixture(scope="module")
+def loaded(tokenizer, tmp_path_factory):
+    """Saved and loaded again."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(tokenizer, folder)
+    return load_tokenizer(folder)
 
 
 @settings(max_examples=60, deadline=None)
@@ -36,20 +32,10 @@ def test_any_text_round_trips(tokenizer, text):
         assert 0 not in ids
 
 
-def test_end_of_text_is_id_0_and_the_size_is_as_asked(tokenizer):
-    assert tokenizer.eos_token_id == 0
-    assert len(tokenizer) == 300
-
-
-def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
-    save_tokenizer(tokenizer, tmp_path)
-    loaded = load_tokenizer(tmp_path)
+def test_hard_texts_and_what_ids_mean_are_the_same_when_it_was_loaded(tokenizer, loaded):
     for text in HARD:
         assert loaded.encode(text) == tokenizer.encode(text)
         assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.eos_token_id == 0
-
-
-def test_a_line_break_keeps_its_indentation(tokenizer):
+    assert loaded.eos_token_id == tokenizer.eos_token_id == 0 and len(tokenizer) == 300
     ids = tokenizer.encode("total\n    return")
-    assert "\n    " in [tokenizer.decode([token]) for token in ids]
+    assert "\n    " in [tokenizer.decode([token]) for token in ids], "a line break keeps its indentation"

@@ -56,42 +56,32 @@ CALLED = {
 }
 
 
-@pytest.mark.parametrize("name", ["chats.json", "chats.jsonl"])
-def test_chats_are_written_by_the_template(chatty: Any, tmp_path: Path, name: str) -> None:
+def test_chats_are_written_by_the_template(chatty: Any, tmp_path: Path) -> None:
+    """One chat, and plain texts, may be an array."""
     chats = [SHAREGPT, OPENAI, OPENAI["messages"], {"text": "plain\u2028text"}, CALLED]
-    found = read_texts([written(tmp_path, chats, name)], chatty)
-    assert found == [WRITTEN] * 3 + [
-        "plain\u2028text",
-        '[system]be brief\n[user]add two\n[assistant]!f{"of": 2}\n[tool]4\n',
-    ]
-
-
-def test_one_chat_and_plain_texts_may_be_an_array(chatty: Any, tmp_path: Path) -> None:
+    called = '[system]be brief\n[user]add two\n[assistant]!f{"of": 2}\n[tool]4\n'
+    for name in ("chats.json", "chats.jsonl"):
+        assert read_texts([written(tmp_path, chats, name)], chatty) == [*[WRITTEN] * 3, "plain\u2028text", called]
     assert read_texts([written(tmp_path, OPENAI["messages"])], chatty) == [WRITTEN]
     assert read_texts([written(tmp_path, ["one", {"text": "two"}])], chatty) == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", ["chats.json", "chats.jsonl"])
-def test_prompts_are_told_from_texts_and_written_by_the_template(
-    tokenizer: Any, chatty: Any, tmp_path: Path, name: str
-) -> None:
+def test_prompts_are_told_from_texts_and_written_by_the_template(tokenizer: Any, chatty: Any, tmp_path: Path) -> None:
     asked = {"messages": [*OPENAI["messages"], {"role": "user", "content": "and two"}]}
     entries = [{"prompt": "add one"}, OPENAI, asked, {"prompt": [5, 6]}, {"text": "plain", "prompt": "left alone"}]
-    texts, prompts = read_data([written(tmp_path, entries, name)], chatty)
+    texts, prompts = read_data([written(tmp_path, entries)], chatty)
     assert texts == [WRITTEN, "plain"] and prompts[2] == [5, 6]
-    assert [chatty.decode(each) for each in prompts[:2]] == [
-        "[user]add one\n[assistant]",
-        f"{WRITTEN}[user]and two\n[assistant]",
-    ]
-    _, bare = read_data([written(tmp_path, entries[:1], name)], tokenizer)
+    written_out = ["[user]add one\n[assistant]", f"{WRITTEN}[user]and two\n[assistant]"]
+    assert [chatty.decode(each) for each in prompts[:2]] == written_out
+    _, bare = read_data([written(tmp_path, entries[:1])], tokenizer)
     assert tokenizer.decode(bare[0]) == "add one", "without a template a prompt is the text as it stands"
     with pytest.raises(DataError, match="a chat, and there is no chat template"):
-        read_data([written(tmp_path, [asked], name)], tokenizer)
-    for bad in ("  ", [], [1, "x"], 3, None):
+        read_data([written(tmp_path, [asked])], tokenizer)
+    for bad in ("  ", [], [1, "x"], None):
         with pytest.raises(DataError, match='1: "prompt" must be a text that is not empty, or a list of token ids'):
-            read_data([written(tmp_path, [{"prompt": bad}], name)], chatty)
+            read_data([written(tmp_path, [{"prompt": bad}])], chatty)
     with pytest.raises(DataError, match='the object has no "text" field'):
-        read_texts([written(tmp_path, entries[:1], name)], chatty)
+        read_texts([written(tmp_path, entries[:1])], chatty)
 
 
 def said(role: object, content: object = "x") -> dict[str, object]:
@@ -121,21 +111,14 @@ def calling(calls: object) -> dict[str, Any]:
 def test_what_is_no_chat_is_named(chatty: Any, tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(DataError, match=f"chats.json.*{message}"):
         read_texts([written(tmp_path, content)], chatty)
-
-
-def test_broken_json_is_named(chatty: Any, tmp_path: Path) -> None:
     (tmp_path / "chats.json").write_text("[{]")
     with pytest.raises(DataError, match=r"chats.json: not JSON \(.*\); rename it to .txt"):
         read_texts([tmp_path / "chats.json"], chatty)
 
 
-@pytest.mark.parametrize("name", ["chats.json", "chats.jsonl"])
 @pytest.mark.parametrize("kind", ["draft", "heads", "ngram"])
-def test_every_training_reads_chats_or_refuses_them(
-    tokenizer: Any, chatty: Any, tmp_path: Path, kind: str, name: str
-) -> None:
-    """Medusa's and recurrent heads share one path."""
-    data = written(tmp_path, [SHAREGPT] * 8, name)
+def test_every_training_reads_chats_or_refuses_them(tokenizer: Any, chatty: Any, tmp_path: Path, kind: str) -> None:
+    data = written(tmp_path, [SHAREGPT] * 8)
 
     def texts(own: Any) -> str:
         folder = tmp_path / ("chatty" if own.chat_template else "plain")
@@ -150,5 +133,5 @@ def test_every_training_reads_chats_or_refuses_them(
         return str(own.decode(heads._prompts_of(folder, [data], [data], config, lambda *_: []).train[0]))
 
     assert WRITTEN in texts(chatty)
-    with pytest.raises(DataError, match=f"{name}.* 1: a chat, and there is no chat template"):
+    with pytest.raises(DataError, match=r"chats.json.* 1: a chat, and there is no chat template"):
         texts(tokenizer)

@@ -27,16 +27,13 @@ def decoded(tokenizer, prompts):
 
 
 def test_prompts_begin_with_a_line_and_are_spread_over_all_texts(tokenizer):
+    """A short text is a short prompt, and nothing comes twice."""
     texts = [TEXT[:3000], TEXT[3000:]]
     prompts = cut_prompts(texts, tokenizer, 20, 12)
     assert len(prompts) == 20 and all(0 < len(prompt) <= 12 for prompt in prompts)
     starts = [TEXT.find(prompt) for prompt in decoded(tokenizer, prompts)]
-    assert starts == sorted(starts) and starts[0] == 0
-    assert starts[-1] > len(TEXT) * 0.9
+    assert starts == sorted(starts) and starts[0] == 0 and starts[-1] > len(TEXT) * 0.9
     assert all(start in (0, 3000) or TEXT[start - 1] == "\n" for start in starts)
-
-
-def test_a_short_text_is_a_short_prompt_and_nothing_comes_twice(tokenizer):
     assert decoded(tokenizer, cut_prompts(["ab\n"], tokenizer, 5, 12)) == ["ab\n"]
     assert cut_prompts([], tokenizer, 5, 12) == []
 
@@ -60,13 +57,10 @@ def test_few_prompts_keep_back_enough_to_measure_on(tokenizer):
         assert [*sets.tree, *sets.test, *sets.train] == prompts and len(sets.tree) + len(sets.test) == kept
 
 
-def test_held_out_texts_are_shared_by_tree_and_test(tokenizer):
+def test_held_out_texts_are_shared_by_tree_and_test_and_too_little_is_refused(tokenizer):
     sets = split_prompts([TEXT[:4000]], [TEXT[4000:]], tokenizer, PromptCounts(10, 5, 5), 10)
     assert all(prompt in TEXT[:4000] for prompt in decoded(tokenizer, sets.train))
     assert not set(map(tuple, sets.tree)) & set(map(tuple, sets.test))
-
-
-def test_too_little_text_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"no prompts to .*: give more text"):
         split_prompts(["x"], (), tokenizer, PromptCounts(4, 2, 2), 10)
 
@@ -85,17 +79,14 @@ def test_prompts_that_overlap_count_as_what_their_text_is_worth(tokenizer):
     assert sets.apart == len(sets.train)
 
 
-def test_shuffled_prompts_are_the_same_prompts():
+def test_shuffled_prompts_are_the_same_prompts_and_their_hash_knows_where_they_end():
     prompts = [[number] for number in range(50)]
     assert shuffled(prompts, 0) == shuffled(prompts, 0) != shuffled(prompts, 1)
     assert shuffled(prompts, 0)[:5] != prompts[:5] and sorted(shuffled(prompts, 0)) == prompts
-
-
-def test_the_hash_knows_where_prompts_end():
     assert prompts_hash([[1, 2], [3]]) == prompts_hash([[1, 2], [3]]) != prompts_hash([[1], [2, 3]])
 
 
-def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back():
+def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back(monkeypatch):
     tokenizer = load_tokenizer("embedded:target")
     sets = standard_library_prompts(tokenizer, PromptCounts(40, 12, 32), 32)
     shipped = [json.loads(line) for line in heldout_prompts_file().read_text().splitlines()]
@@ -106,9 +97,6 @@ def test_the_embedded_target_keeps_the_files_of_the_shipped_prompts_back():
         assert all(prompt in held_out for prompt in decoded(tokenizer, sets.tree))
         assert sum(prompt in held_out for prompt in decoded(tokenizer, sets.train)) == 0
     assert not any(prompt in test for prompt in decoded(tokenizer, sets.tree) for test in decoded(tokenizer, sets.test))
-
-
-def test_a_python_without_sources_is_said(monkeypatch):
     monkeypatch.setattr(prompts, "_library", dict)
     with pytest.raises(DataError, match="without the sources of its standard library"):
-        standard_library_prompts(load_tokenizer("embedded:target"), PromptCounts(4, 2, 2), 8)
+        standard_library_prompts(tokenizer, PromptCounts(4, 2, 2), 8)

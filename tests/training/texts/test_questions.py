@@ -28,11 +28,8 @@ def chatty(target_folder: Any) -> Any:
     return model
 
 
-def test_the_turn_is_left_open_before_the_message(chatty: Any) -> None:
+def test_the_turn_is_left_open_before_the_message_or_it_is_said_why_not(target_folder: Any, chatty: Any) -> None:
     assert chatty.tokenizer.decode(opening_of(chatty.tokenizer)) == "[user]"
-
-
-def test_without_a_template_or_with_one_that_changes_messages_it_is_said(target_folder: Any, chatty: Any) -> None:
     with pytest.raises(DataError, match=r"cannot ask itself: .* has no chat template.*name prompts of your own"):
         opening_of(load_model(target_folder).tokenizer)
     backend = copy.deepcopy(chatty.tokenizer.backend)
@@ -43,16 +40,10 @@ def test_without_a_template_or_with_one_that_changes_messages_it_is_said(target_
 
 def test_near_duplicates_and_scraps_go() -> None:
     first = "Write a short poem about the sea in winter, please."
-    found = distinct(
-        [
-            f"  {first}\n",
-            "write a short poem about the sea in winter please!",
-            "Write a short poem about the sea in summer, please, and thank you for that.",
-            "How many eggs do twelve hens lay?",
-            "hm?",
-            "Why is it that the sea is salt, and lakes are not?",
-        ]
-    )
+    others = ["How many eggs do twelve hens lay?", "hm?", "Why is it that the sea is salt, and lakes are not?"]
+    near = "write a short poem about the sea in winter please!"
+    farther = "Write a short poem about the sea in summer, please, and thank you for that."
+    found = distinct([f"  {first}\n", near, farther, *others])
     assert found[0] == first and len(found) == 4 and "in summer" in found[1]
 
 

@@ -23,22 +23,19 @@ def text():
 
 
 def test_every_place_whose_guesses_lie_in_its_answer_comes_once_an_epoch(text):
+    """A batch is a function of its index alone, also over ends of epochs."""
     sampler = WindowSampler(text, HEADS, 4, seed=3)
     expected = [row for first, end in ((0, 7), (7, 10), (12, 24)) for row in range(first, end - HEADS)]
     assert sampler.positions == len(expected)
     count = len(sampler.windows)
-    for epoch in range(3):
-        windows = sampler.batch(epoch * count, count).tolist()
-        assert sorted(row for first, length in windows for row in range(first, first + length)) == expected
-    orders = {tuple(map(tuple, sampler.batch(epoch * count, count).tolist())) for epoch in range(6)}
-    assert len(orders) > 1
-
-
-def test_a_batch_is_a_function_of_its_index_alone(text):
-    sampler = WindowSampler(text, HEADS, 4, seed=3)
-    whole = sampler.batch(0, 20)
-    for first, count in ((0, 3), (4, 5), (17, 3)):  # also over ends of epochs
-        assert torch.equal(sampler.batch(first, count), whole[first : first + count])
+    whole = sampler.batch(0, 6 * count)
+    for windows in whole.split(count):
+        assert sorted(row for first, length in windows.tolist() for row in range(first, first + length)) == expected
+    assert len({tuple(map(tuple, windows.tolist())) for windows in whole.split(count)}) > 1
+    for first, some in ((0, 3), (count - 1, 5), (17, 3)):
+        assert torch.equal(sampler.batch(first, some), whole[first : first + some])
+    with pytest.raises(DataError, match=r"longest answer .* has 12 tokens, and heads that reach 12 .* 13: let"):
+        WindowSampler(text, 12, 4, seed=0)
 
 
 def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
@@ -47,11 +44,6 @@ def test_a_pack_has_the_tokens_and_vectors_that_heads_reach(text):
     assert packed.hidden[:, 0].tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
     assert packed.places.tolist() == [0, 1, 2, 5, 6]
     assert packed.rows.tolist() == [14, 15, 16, 17, 18, 0, 1, 2, 3]
-
-
-def test_answers_shorter_than_the_reach_are_refused(text):
-    with pytest.raises(DataError, match=r"longest answer .* has 12 tokens, and heads that reach 12 .* 13: let"):
-        WindowSampler(text, 12, 4, seed=0)
 
 
 def test_beginnings_are_of_as_many_answers_as_fit() -> None:

@@ -110,9 +110,8 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
     ) -> DistillationTarget:
         if self.laws == "computed":
             return super().target(lm_head, text, folder, on_progress)
-        return keep_target(
-            text, lm_head, folder, _TEXT, on_progress=functools.partial(on_progress, "storing distributions")
-        )
+        follow = functools.partial(on_progress, "storing distributions")
+        return keep_target(text, lm_head, folder, _TEXT, on_progress=follow).rows
 
     def calibrate(
         self,

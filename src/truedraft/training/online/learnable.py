@@ -7,7 +7,7 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -33,7 +33,7 @@ from truedraft.models.translated import TranslatedModel
 from truedraft.training.chains import ChainLoss, Chains, Texts, chains_at
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.head_config import HeadLoss, HeadsObjective
-from truedraft.training.losses import DistillationLoss, TargetRows, computed_rows, distillation_gradient
+from truedraft.training.losses import TargetRows, computed_rows, distillation_gradient
 from truedraft.training.online.traffic import Answered, Score
 from truedraft.training.texts.data import save_tokenizer
 from truedraft.training.texts.self_distillation import CollatedBatch
@@ -64,22 +64,22 @@ class Learnable(ABC, Generic[ModuleT]):
     @abstractmethod
     def __init__(self, drafter: Any, target: LanguageModel, lm_head: LmHead) -> None: ...
 
-    @classmethod
-    @abstractmethod
-    def takes(cls, drafter: Drafter) -> bool: ...
-
     @abstractmethod
     def learn(
         self, shadow: ModuleT, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
         """Add the gradient of a step to `shadow`; returns the number of learned positions."""
 
-    @abstractmethod
     def replayed(self, modules: Sequence[ModuleT], answer: Answered) -> list[Score]:
         """Scores of each module's greedy chains along an answer, from each of its first places.
 
         Guesses read only the answer's tokens, because a chain is kept as far as it agrees with the answer.
         """
+        return [scored(self._kept(each, answer, min(len(answer), PLACES + 1))) for each in modules]
+
+    def _kept(self, module: ModuleT, answer: Answered, end: int) -> Tensor:
+        """The number of kept guesses of a module at each place before the last of `end`, for `replayed`."""
+        raise NotImplementedError
 
     @abstractmethod
     def change(self, module: ModuleT) -> Callable[[], None]:
@@ -126,30 +126,16 @@ def scored(kept: Tensor) -> Score:
     return Score(len(counts), calls, sum(counts))
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """The target's distributions at rows of a batch, and an LM head, over only some ids of the vocabulary.
+def narrowed(lm_head: LmHead, ids: Tensor | None) -> LmHead:
+    """An LM head over only some ids of the vocabulary; None is all.
 
     For a large vocabulary a step over all ids costs many times as much, for almost the same gradient: the target's mass
-    is on few ids. `place`, `[vocab]`, is the index of each id among these; arbitrary for other ids.
+    is on few ids.
     """
-
-    lm_head: LmHead
-    loss: DistillationLoss
-    place: Tensor | None
-
-    @classmethod
-    def of(cls, lm_head: LmHead, loss: DistillationLoss, ids: Tensor | None) -> Narrowed:
-        if ids is None:
-            return cls(lm_head, loss, None)
-        bias = None if lm_head.bias is None else lm_head.bias[ids]
-        place = torch.zeros(len(lm_head.weight), dtype=torch.int64)
-        place[ids] = torch.arange(len(ids))
-        return cls(LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding), loss, place)
-
-    def rows(self, batch: CollatedBatch, rows: slice) -> TargetRows:
-        labels = batch.tokens[rows] if self.place is None else self.place[batch.tokens[rows]]
-        return computed_rows(labels, lambda: self.lm_head(batch.hidden[rows]), self.loss)
+    if ids is None:
+        return lm_head
+    bias = None if lm_head.bias is None else lm_head.bias[ids]
+    return LmHead(lm_head.weight[ids], bias, lm_head.finish, lm_head.embedding)
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -161,8 +147,6 @@ _CHAINS = 32  # of a span, one after each token, for heads that read layers
 
 class LearnableHeads(Learnable[HeadT]):
     """Common base of all kinds of heads."""
-
-    reads_layers: ClassVar[bool]
 
     def __init__(self, drafter: HeadDrafter[HeadT, Any], target: LanguageModel, lm_head: LmHead) -> None:
         self._drafter, self._target, self._lm_head = drafter, target, lm_head
@@ -176,13 +160,6 @@ class LearnableHeads(Learnable[HeadT]):
                 "draft, but do not learn"
             )
         self.origin = self._placed(drafter.head)
-
-    @classmethod
-    def takes(cls, drafter: Drafter) -> bool:
-        if not isinstance(drafter, HeadDrafter) or drafter.head.reads_layers != cls.reads_layers:
-            return False
-        kind = KINDS.get(drafter.head.kind)
-        return kind is not None and bool(kind.training)
 
     def _placed(self, head: HeadT) -> HeadT:
         return copy.deepcopy(head).to("cpu", self._lm_head.weight.dtype).eval().requires_grad_(False)
@@ -205,7 +182,6 @@ class LearnableHeads(Learnable[HeadT]):
 class LearnableVectorHeads(LearnableHeads[VectorHead]):
     """Heads that read the vector from which the last token was drawn."""
 
-    reads_layers = False
     reads_prompts = False
     answers = 16
 
@@ -219,11 +195,14 @@ class LearnableVectorHeads(LearnableHeads[VectorHead]):
         batch = self._batch(chosen, shadow.reach, chance)
         own = any(output is not None for output in shadow.outputs)
         ids = None if own else some_ids(known, len(self._lm_head.weight), chance)
-        narrowed = Narrowed.of(self._lm_head, self._config.distillation_loss, ids)
-        loss = HeadLoss(shadow, narrowed.lm_head, narrowed.loss, decay=self._config.place_decay)
-        feed = self._config.feed(shadow, self._lm_head)
-        objective = HeadsObjective(shadow, self._lm_head, lambda _: batch, feed, narrowed, loss)
-        objective.accumulate(batch.places, 1.0)
+        lm_head, goal = narrowed(self._lm_head, ids), self._config.distillation_loss
+        labels = batch.tokens if ids is None else torch.searchsorted(ids, batch.tokens)  # all of them are among the ids
+
+        def target(batch: CollatedBatch, rows: slice) -> TargetRows:
+            return computed_rows(labels[rows], lambda: lm_head(batch.hidden[rows]), goal)
+
+        loss, feed = HeadLoss(shadow, lm_head, goal, self._config.place_decay), self._config.feed(shadow, self._lm_head)
+        HeadsObjective(loss, lambda _: batch, feed, target).accumulate(batch.places, 1.0)
         return len(batch.places)
 
     def _batch(self, chosen: Sequence[Answered], reach: int, chance: random.Random) -> CollatedBatch:
@@ -279,7 +258,6 @@ def some_ids(known: Sequence[Answered], vocab: int, chance: random.Random) -> Te
 class LearnableLayerHeads(LearnableHeads[Head]):
     """Heads with layers of their own, which read several of the target's."""
 
-    reads_layers = True
     answers = 4
     least = 2
 
@@ -325,21 +303,17 @@ class LearnableLayerHeads(LearnableHeads[Head]):
             layers.append(torch.cat([functional.pad(each, (0, 0, 0, 1)) for each in own]))
         return Texts(torch.cat(texts), starts, layers, known, rows)
 
-    def replayed(self, modules: Sequence[Head], answer: Answered) -> list[Score]:
-        return [self._replayed(each, answer) for each in modules]
-
     @torch.no_grad()
-    def _replayed(self, head: Head, answer: Answered) -> Score:
-        end = min(len(answer), PLACES + 1)
+    def _kept(self, module: Head, answer: Answered, end: int) -> Tensor:
         kept, alive = torch.zeros(end - 1, dtype=torch.int64), torch.ones(end - 1, dtype=torch.bool)
         if end > 1:
-            chains, pairs = self._chains(head), _pairs(answer, range(end - 1), end, head.reach)
+            chains, pairs = self._chains(module), _pairs(answer, range(end - 1), end, module.reach)
             for step in chains.along(self._texts(chains, [(answer, end - 1, end)]), [pairs]):
                 found = torch.zeros_like(alive)
                 found[step.chains] = agrees(chains.logits(step.leaving), chains.ids(step.tokens))
                 alive &= found
                 kept += alive
-        return scored(kept)
+        return kept
 
 
 def _pairs(answer: Answered, places: Sequence[int], end: int, reach: int) -> dict[int, int]:
@@ -395,10 +369,6 @@ class LearnableDrafts(Learnable[Any]):
         use_training_attention(module)
         self.origin = in_dtype(module, model.dtype)
 
-    @classmethod
-    def takes(cls, drafter: Drafter) -> bool:
-        return isinstance(drafter, DraftModel | ParallelDraft)
-
     def _logits(
         self,
         module: PreTrainedModel,
@@ -421,7 +391,7 @@ class LearnableDrafts(Learnable[Any]):
         self, shadow: PreTrainedModel, chosen: Sequence[Answered], known: Sequence[Answered], chance: random.Random
     ) -> int:
         ids = some_ids(known, len(self._lm_head.weight), chance)
-        narrowed = Narrowed.of(self._lm_head, self._loss, ids)
+        lm_head = narrowed(self._lm_head, ids)
         spans = []
         for each in chosen:
             first = chance.randrange(max(len(each) - _SPAN, 0) + 1)
@@ -430,31 +400,26 @@ class LearnableDrafts(Learnable[Any]):
         for each, first, end in spans:
             logits = self._logits(shadow, each, first, end, ids, _CONTEXT)
             with torch.no_grad():
-                target = narrowed.lm_head(each.vectors[first:end].to("cpu"))
+                target = lm_head(each.vectors[first:end].to("cpu"))
             labels = torch.zeros(end - first, dtype=torch.int64)  # the loss compares only distributions
             gradient, _ = distillation_gradient(logits, target, labels, self._loss, (end - first) / total)
             logits.backward(gradient)
         return total
 
-    def replayed(self, modules: Sequence[PreTrainedModel], answer: Answered) -> list[Score]:
-        return [self._replayed(each, answer) for each in modules]
-
     @torch.no_grad()
-    def _replayed(self, module: PreTrainedModel, answer: Answered) -> Score:
+    def _kept(self, module: PreTrainedModel, answer: Answered, end: int) -> Tensor:
         """Guesses read only the answer's tokens, so all chains are found in one forward.
 
         Worked example: of the tokens after the first it guesses three right, one wrong and one right. With chains of
         two, after these places 2, 2, 1, 0 and 1 guesses are kept.
         """
-        end = min(len(answer), PLACES + 1)
-        kept = torch.zeros(end - 1, dtype=torch.int64)
+        kept, run = torch.zeros(end - 1, dtype=torch.int64), 0
         if end > 1:
-            run = 0
             right = agrees(self._logits(module, answer, 1, end, None), answer.tokens[1:end]).tolist()
             for place in reversed(range(end - 1)):
                 run = run + 1 if right[place] else 0
                 kept[place] = min(run, self._drafter.limits.depth)
-        return scored(kept)
+        return kept
 
     def change(self, module: PreTrainedModel) -> Callable[[], None]:
         twin = self._first if module is self.origin else self._model.with_weights(copy.deepcopy(module))
@@ -484,3 +449,12 @@ class LearnableDrafts(Learnable[Any]):
 
 def _shapes(module: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in module.named_parameters()}
+
+
+def learnable_kind(drafter: Drafter) -> type[Learnable[Any]] | None:
+    """How a drafter learns; None for one that has no weights, or heads without a training."""
+    if isinstance(drafter, DraftModel | ParallelDraft):
+        return LearnableDrafts
+    if not isinstance(drafter, HeadDrafter) or not getattr(KINDS.get(drafter.head.kind), "training", ""):
+        return None
+    return LearnableLayerHeads if drafter.head.reads_layers else LearnableVectorHeads

@@ -31,7 +31,7 @@ from truedraft.errors import CompositionError, OptionError, UnsupportedModelErro
 from truedraft.files import user_path
 from truedraft.models.base import LanguageModel
 from truedraft.options import check_positive, check_whole
-from truedraft.training.online.learnable import Learnable, LearnableDrafts, LearnableLayerHeads, LearnableVectorHeads
+from truedraft.training.online.learnable import Learnable, learnable_kind
 from truedraft.training.online.student import Student, Versions
 from truedraft.training.online.traffic import Answered, Recorder, Traffic
 
@@ -126,7 +126,6 @@ _CANNOT = (
     "heads that were trained, and draft models in this process with the target's tokenizer, do; draft with these, or "
     "leave the learner out"
 )
-_KINDS: Sequence[type[Learnable[Any]]] = (LearnableVectorHeads, LearnableLayerHeads, LearnableDrafts)
 
 Result = TypeVar("Result")
 
@@ -197,12 +196,12 @@ class Learner:
         """
         if self._able:
             raise CompositionError("this learner learns beside another engine already; make one for each")
-        if self._folder is not None:
-            try:
+        try:
+            if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                reason = error.strerror or error
-                raise OptionError(f"{str(self._folder)!r} cannot be made ({reason})", field="learn_folder") from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise OptionError(f"{str(self._folder)!r} cannot be made ({reason})", field="learn_folder") from error
         self._able = _able(engine, self._per_tenant)
         self._target, self._engine = engine.target, weakref.ref(engine)
         recorder = Recorder(
@@ -357,14 +356,16 @@ class Learner:
 
 def _able(engine: Engine, per_tenant: bool) -> dict[str, Learnable[Any]]:
     members, lm_head = engine.drafter.members, functools.cache(engine.target.lm_head)
-    kinds = {name: kind for name, each in members.items() for kind in _KINDS if kind.takes(each)}
     able: dict[str, Learnable[Any]] = {}
     reasons = []
-    for name, kind in kinds.items():
+    for name, member in members.items():
+        kind = learnable_kind(member)
+        if kind is None:
+            continue
         try:
             if per_tenant and not kind.for_tenants:
                 raise CompositionError("it learns for all clients together; leave learning for each tenant out")
-            able[name] = kind(members[name], engine.target, lm_head())
+            able[name] = kind(member, engine.target, lm_head())
         except (CompositionError, UnsupportedModelError) as error:
             reasons.append(f"{name!r}: {error}")
     if not able:

@@ -19,6 +19,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,16 +47,15 @@ _STEPS = 12  # between two candidates
 _WATCH = 96  # answers after which a promotion is final
 _OLD = 12  # of the oldest answers, and of those before the newest, that a candidate must not be worse on
 _ALLOWED = 0.01  # allowed loss, as a share
-_numbers = itertools.count()
 
 
+@dataclass(eq=False)
 class Candidate:
     """A module in evaluation mode, with a unique number for its replays; `version` is 0 for the original."""
 
-    def __init__(self, module: nn.Module, version: int = 0) -> None:
-        self.module = module
-        self.version = version
-        self.number = next(_numbers)
+    module: nn.Module
+    version: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 def tokens_per_call(candidate: Candidate, answers: Iterable[Answered]) -> float | None:
@@ -84,12 +84,10 @@ class GainTest:
 
     def see(self, difference: float) -> None:
         """Bet on one more difference, cut to [-1, 1]."""
-        cut = max(-1.0, min(1.0, difference))
-        bet = max(0.0, min(self._sum / self._squares, _MOST_BET))
+        cut, bet = max(-1.0, min(1.0, difference)), max(0.0, min(self._sum / self._squares, _MOST_BET))
         self.now += math.log1p(bet * cut)
         self.most = max(self.most, self.now)
-        self._sum = _MEMORY * self._sum + cut
-        self._squares = _MEMORY * self._squares + cut * cut
+        self._sum, self._squares = _MEMORY * self._sum + cut, _MEMORY * self._squares + cut * cut
 
     def sure(self, level: float) -> bool:
         """Whether the evidence was ever enough for an error of probability `level`."""
@@ -226,8 +224,7 @@ class Student:
         return Candidate(in_dtype(found, self._learnable.dtype).eval().requires_grad_(False))
 
     def _score(self) -> bool:
-        missing = next(self._missing(), None)
-        if missing is None:
+        if (missing := next(self._missing(), None)) is None:
             return False
         answer, candidates = missing
         found = self._learnable.replayed([each.module for each in candidates], answer)
@@ -267,7 +264,9 @@ class Student:
         if self._winner is not None:
             self._judge_winner(self._winner, [*old, *fresh])
         elif trial is not None and trial.gains:
-            looked_at = [*_older(fresh, old), fresh[-OWN:]]
+            every = [*old, *fresh]
+            # The oldest, and the last ones before the newest: traffic may have changed after either.
+            looked_at = every[: min(_OLD, len(every) // 2)], old[-_OLD:], fresh[-OWN:]
             numbers = [{answer.number for answer in some} for some in looked_at]
             self._winner = _Winner(trial.new, trial.new, 1.0, numbers)
         elif trial is not None and trial.loses:
@@ -331,12 +330,6 @@ class _Winner(NamedTuple):
 
     def among(self, answers: Sequence[Answered]) -> list[list[Answered]]:
         return [[each for each in answers if each.number in some] for some in self.numbers]
-
-
-def _older(fresh: list[Answered], old: list[Answered]) -> tuple[list[Answered], list[Answered]]:
-    """The oldest answers, and the last ones before the newest: traffic may have changed after either."""
-    every = [*old, *fresh]
-    return every[: min(_OLD, len(every) // 2)], old[-_OLD:]
 
 
 _POINTER, _VERSIONS = "current.json", "versions"

@@ -33,11 +33,9 @@ class Score(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Answered:
-    """An answer, or the first part of one.
+    """An answer, or the first part of one; of the prompt the end, or nothing where the learning module reads none.
 
-    Attributes:
-        prompt: the end of the prompt; empty where the learning module reads no prompts.
-        layers: by layer number, `[prompt + tokens - 1, width]`: outputs at each token of both but the last.
+    `layers`, by number, are outputs `[prompt + tokens - 1, width]` at each token of both but the last.
     """
 
     tokens: Tensor  # `[tokens]`, int64
@@ -63,9 +61,9 @@ class Pool:
     Reservoir sampling, so a change of traffic does not displace earlier answers.
     """
 
-    def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int, chance: random.Random) -> None:
+    def __init__(self, most_bytes: int, most_tokens: int, most_fresh: int) -> None:
         self._most_bytes, self._most_tokens, self._most_fresh = most_bytes, most_tokens, most_fresh
-        self._chance = chance
+        self._chance = random.Random(0)
         self._passed = 0  # answers that left the newest
         self.fresh: deque[Answered] = deque()
         self.old: list[Answered] = []
@@ -102,11 +100,10 @@ class Pool:
 class Traffic:
     """Answers for training, and others for replay, of one tenant or of all; `positions` counts training tokens."""
 
-    def __init__(self, most_bytes: int, most_tokens: int, keep_s: float, seed: int = 0) -> None:
-        shares = 1.0 - _HELD_SHARE, _HELD_SHARE
+    def __init__(self, most_bytes: int, most_tokens: int, keep_s: float) -> None:
         self.trained, self.held = (
-            Pool(int(share * most_bytes), int(share * most_tokens), int(share * _FRESH), random.Random(seed))
-            for share in shares
+            Pool(int(share * most_bytes), int(share * most_tokens), int(share * _FRESH))
+            for share in (1.0 - _HELD_SHARE, _HELD_SHARE)
         )
         self._keep_s = keep_s
         self.count = self.positions = 0
@@ -135,12 +132,12 @@ class Traffic:
     @property
     def is_empty(self) -> bool:
         with self._guard:
-            return self.count > 0 and not any(True for pool in (self.trained, self.held) for _ in pool)
+            return self.count > 0 and not [*self.trained, *self.held]
 
     @property
     def n_bytes(self) -> int:
         with self._guard:
-            return sum(each.n_bytes for pool in (self.trained, self.held) for each in pool)
+            return sum(each.n_bytes for each in (*self.trained, *self.held))
 
 
 Take: TypeAlias = Callable[[Hashable, Answered], None]  # receives an answer, and the scope of its request

@@ -47,22 +47,16 @@ Elsewhere: TypeAlias = Callable[[Sequence[PromptToAnswer]], Iterator[tuple[list[
 
 @dataclass(frozen=True)
 class WritingConfig(WritingOptions):
-    """How a target writes.
-
-    Attributes:
-        elsewhere: writes the answers; None writes them in this process.
-
-    Raises OptionError for a value out of its range.
-    """
+    """How a target writes; OptionError for a value out of its range."""
 
     batch: int = 64  # answers written at once; affects only the speed
     seed: int = 0  # of the noise; answer i has its own noise, independent of what was written before
-    elsewhere: Elsewhere | None = field(default=None, compare=False)
+    elsewhere: Elsewhere | None = field(default=None, compare=False)  # writes the answers; None: this process does
 
     def __post_init__(self) -> None:
-        for name in ("answer_tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"must be 1 or more, got {getattr(self, name)}", field=name)
+        for name, value in (("answer_tokens", self.answer_tokens), ("batch", self.batch)):
+            if value < 1:
+                raise OptionError(f"must be 1 or more, got {value}", field=name)
         if not self.temperatures:
             raise OptionError("temperatures must hold at least one; 0 is greedy")
         for temperature in self.temperatures:
@@ -76,11 +70,7 @@ class WritingConfig(WritingOptions):
 
 @dataclass(frozen=True)
 class Watch:
-    """Progress reports and the stopping time of a target's writing.
-
-    Attributes:
-        on_forecast: called once with an upper limit of the remaining seconds; None reports it as a note.
-    """
+    """Progress reports and the stopping time of a target's writing."""
 
     what: str = "writing text"  # the current work, as "writing text"
     written: str = "answers"  # the kind of text, as "answers"
@@ -88,7 +78,7 @@ class Watch:
     budget: TimeBudget = field(default_factory=TimeBudget)
     share: float = 1.0  # of the budget at which the writing ends
     begun: bool = False  # whether a training on the written text has begun, so that nothing is added
-    on_forecast: Callable[[float], None] | None = None
+    on_forecast: Callable[[float], None] | None = None  # called once with at most the remaining seconds; None: a note
 
     def over(self) -> bool:
         return self.begun or self.budget.over(self.share)
@@ -97,12 +87,11 @@ class Watch:
         self.callbacks.on_progress(self.what, done, total, f"{self.written} by {name}")
 
     def forecast(self, left_s: float) -> None:
+        within_s = min(left_s, self.budget.left_s(self.share))
         if self.on_forecast is not None:
             self.on_forecast(left_s)
-        else:
-            within_s = min(left_s, self.budget.left_s(self.share))
-            if within_s > 0:
-                self.callbacks.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
+        elif within_s > 0:
+            self.callbacks.on_plan(f"{self.what.partition(' ')[0]} takes about {duration(within_s)}")
 
 
 def write_answers(
@@ -135,18 +124,22 @@ def write_answers(
     files = AnswerFiles(folder, name, width, about)
     for record in files.records[files.covered :]:
         files.append_vectors(hidden_of(target, record))
-    watch, prompts = watch or Watch(), _fitting(prompts, target, config)
+    most = max(1, target.context_length - config.answer_tokens)
+    watch, fitting = watch or Watch(), [list(prompt)[-most:] for prompt in prompts]
     watch.came(len(files.records), len(prompts), target.name)
     if config.elsewhere is not None:
-        _write_elsewhere(target, prompts, config, config.elsewhere, files, width, watch)
-    answering = _Answering(target, prompts, config, files, width)
-    trial, pace = ThreadTrial(target.device), _Pace(watch.forecast)
+        _write_elsewhere(target, fitting, config, config.elsewhere, files, width, watch)
+    answering = _Answering(target, fitting, config, files, width)
+    trial, times = ThreadTrial(target.device), list[float]()
     try:
         while (written := len(files.records)) < len(prompts):
             if watch.over() and written + len(answering.long_enough(least_tokens)) >= least:
                 answering.keep(answering.long_enough(_LEAST_CUT))  # also ended ones that wait for a long one
                 break
-            pace.stepped(trial.run(answering.step))
+            steps_left = trial.run(answering.step)
+            times.append(time.perf_counter())
+            if len(times) == _PACED:  # the first steps with prompts are over
+                watch.forecast((times[-1] - times[_PACED // 2]) / (_PACED // 2 - 1) * steps_left)
             if len(files.records) > written:
                 watch.came(len(files.records), len(prompts), target.name)
     finally:
@@ -219,21 +212,6 @@ class ThreadTrial:
         torch.set_num_threads(self._all)
 
 
-class _Pace:
-    """Reports once how long the remaining steps will take, from the first steps without prompts."""
-
-    def __init__(self, on_forecast: Callable[[float], None]) -> None:
-        self._on_forecast = on_forecast
-        self._times: list[float] = []
-
-    def stepped(self, steps_left: int) -> None:
-        if len(self._times) <= _PACED:
-            self._times.append(time.perf_counter())
-            if len(self._times) == _PACED:
-                half = self._times[_PACED // 2 :]
-                self._on_forecast((half[-1] - half[0]) / (len(half) - 1) * steps_left)
-
-
 class _Answering:
     def __init__(
         self,
@@ -285,11 +263,6 @@ def _written(
         answer = [*answer, stop_ids[0]]
     prompt = request.tokens[: request.prompt_tokens]
     return WrittenAnswer(prompt, answer, float(request.params.temperature), stopped), hidden
-
-
-def _fitting(prompts: Sequence[Sequence[int]], target: LanguageModel, config: WritingConfig) -> list[list[int]]:
-    most = max(1, target.context_length - config.answer_tokens)
-    return [list(prompt)[-most:] for prompt in prompts]
 
 
 SELF = Path("self")  # takes the place of a data file: the target writes the prompts

@@ -22,7 +22,6 @@ from truedraft.models.loading import load_config, quiet_transformers, resolve_so
 from truedraft.text.histories import HistoryForm
 from truedraft.text.notations import notation_of
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.text.tokenizer import Tokenizer as ModelTokenizer
 from truedraft.training.loop import Phase
 from truedraft.training.optimizer import WarmupStableDecay
 
@@ -31,14 +30,9 @@ if TYPE_CHECKING:
 
 
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "tool",
-}
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "tool": "tool",
+}  # fmt: skip
 """Maps the role names of OpenAI's and ShareGPT's messages."""
 FIELDS = ("messages", "conversations")
 _Written = TypeVar("_Written")
@@ -71,9 +65,7 @@ class ChatTexts:
 
         The object may have "system" and "tools". DataError if it is no chat, or without a template that takes it.
         """
-        return self._written(
-            record, place, lambda tokenizer, messages, tools: tokenizer.conversation_text(messages, tools)
-        )
+        return self._written(record, place, Tokenizer.conversation_text)
 
     def prompt(self, record: object, place: str) -> list[int] | None:
         """Ids of a prompt: an object with "prompt", or a chat that ends with a question; None for a document.
@@ -95,14 +87,9 @@ class ChatTexts:
         role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
         if not isinstance(role, str) or ROLES.get(role, "assistant") == "assistant":
             return None
-        return self._written(record, place, lambda tokenizer, messages, tools: tokenizer.chat(messages, tools=tools))
+        return self._written(record, place, Tokenizer.chat)
 
-    def _written(
-        self,
-        record: Any,
-        place: str,
-        write: Callable[[Tokenizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None], _Written],
-    ) -> _Written:
+    def _written(self, record: Any, place: str, write: Callable[..., _Written]) -> _Written:
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise DataError(
                 f"{place}: a chat, and there is no chat template to write it by; give texts, or train for a model that "
@@ -118,7 +105,7 @@ class ChatTexts:
                 messages.insert(0, {"role": "system", "content": more["system"]})
             tools = self._form.tools(_read(more.get("tools")) or ())
             fitted = self._form.fitted(messages, notation_of(self._tokenizer.chat_template))
-            return write(self._tokenizer, fitted, tools or None)
+            return write(self._tokenizer, fitted, tools=tools or None)
         except DataError:
             raise
         except PromptError as error:
@@ -251,9 +238,8 @@ def _rows(name: str, split: str) -> Iterable[Any]:
         found = datasets.load_from_disk(name)
         return found[split] if isinstance(found, datasets.DatasetDict) else found
     except KeyError as error:
-        raise DataError(
-            f"the dataset {name!r} has no split {split!r}; name one behind #: {', '.join(found)}"
-        ) from error
+        splits = ", ".join(found)
+        raise DataError(f"the dataset {name!r} has no split {split!r}; name one behind #: {splits}") from error
     except Exception as error:  # any error of the library's file readers
         raise DataError(f"cannot read the dataset {name!r} ({first_line(error)}); check name and split") from error
 
@@ -361,14 +347,10 @@ class BlockSampler:
 
     def _block(self, index: int) -> NDArray[np.uint32]:
         epoch, position = divmod(index, self.blocks_per_epoch)
-        offset, order = self._epoch(epoch)
-        start = offset + int(order[position]) * self.sequence_length
-        return self.stream[start : start + self.sequence_length + 1]
-
-    def _epoch(self, epoch: int) -> tuple[int, NDArray[np.int64]]:
         random = np.random.default_rng((self.seed, epoch))
         offset = int(random.integers(self.sequence_length))
-        return offset, random.permutation(self.blocks_per_epoch)
+        start = offset + int(random.permutation(self.blocks_per_epoch)[position]) * self.sequence_length
+        return self.stream[start : start + self.sequence_length + 1]
 
 
 @dataclass(frozen=True)
@@ -398,19 +380,13 @@ class Curriculum:
         )
 
     def phases(self, stream: NDArray[np.uint32], schedule: WarmupStableDecay, *, seed: int) -> list[Phase]:
-        parts = [
-            (schedule.stable_steps, self.stable_length, 2 * seed),
-            (schedule.decay_steps, self.decay_length, 2 * seed + 1),
-        ]
-        return [self._phase(stream, steps, length, seed=seed) for steps, length, seed in parts if steps]
-
-    def _phase(self, stream: NDArray[np.uint32], steps: int, length: int, *, seed: int) -> Phase:
-        return Phase(
-            steps=steps,
-            sampler=BlockSampler(stream, length, seed),
-            sequences_per_step=self.tokens_per_step // length,
-            sequences_per_pass=max(1, min(self.tokens_per_pass, self.tokens_per_step) // length),
-        )
+        found, of_pass = [], min(self.tokens_per_pass, self.tokens_per_step)
+        parts = (schedule.stable_steps, self.stable_length), (schedule.decay_steps, self.decay_length)
+        for number, (steps, length) in enumerate(parts):
+            if steps:
+                sampler = BlockSampler(stream, length, 2 * seed + number)
+                found.append(Phase(steps, sampler, self.tokens_per_step // length, max(1, of_pass // length)))
+        return found
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -435,16 +411,16 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     save_tokenizer(cast("PreTrainedTokenizerBase", _load(source)[1].backend), folder)
 
 
-def _load(folder: str | Path) -> tuple[str, ModelTokenizer]:
+def _load(folder: str | Path) -> tuple[str, Tokenizer]:
     name = str(folder)
     source = name if Path(name).is_dir() else resolve_source(name)
-    found = ModelTokenizer.load(source)
+    found = Tokenizer.load(source)
     if found is None:
         raise ModelError(f"the model {name!r} has no tokenizer, and training on text needs one")
     return source, found
 
 
-def _eos_of_config(source: str, tokenizer: ModelTokenizer) -> str | None:
+def _eos_of_config(source: str, tokenizer: Tokenizer) -> str | None:
     """The end-of-text token in the model's configuration, the first where there are several; or None."""
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         return None

@@ -31,18 +31,12 @@ _FEW = 16  # held-out prompts: with fewer answers the figures are noise
 
 @dataclass(frozen=True)
 class PromptSets:
-    """Prompts as token ids, in three parts that share no text.
-
-    Attributes:
-        text: held-out text in the target's ids, uint32 `[tokens]`: stage 2 reports the target's own loss on it.
-
-    Raises DataError if a part is empty.
-    """
+    """Prompts as token ids, in three parts that share no text; DataError if a part is empty."""
 
     train: Sequence[Sequence[int]]
     tree: Sequence[Sequence[int]]  # for choosing trees and for measuring accuracy during training
     test: Sequence[Sequence[int]]
-    text: NDArray[np.uint32]
+    text: NDArray[np.uint32]  # held-out text in the target's ids: stage 2 reports the target's own loss on it
     apart: int | None = None  # approximate number of `train` that share no text; None is all of them
     source: str = ""  # a description of what the held-out prompts were cut from; empty where unknown
 
@@ -52,12 +46,10 @@ class PromptSets:
         return f"the target's answers to {len(self.tree)} held-out prompts{source}"
 
     def __post_init__(self) -> None:
-        for name in ("train", "tree", "test"):
+        uses = {"train": "train on", "tree": "choose the tree on", "test": "measure the acceptance on"}
+        for name, use in uses.items():
             if not any(len(prompt) for prompt in getattr(self, name)):
-                raise DataError(f"there are no prompts to {_USES[name]}: give more text")
-
-
-_USES = {"train": "train on", "tree": "choose the tree on", "test": "measure the acceptance on"}
+                raise DataError(f"there are no prompts to {use}: give more text")
 
 
 @dataclass(frozen=True)
@@ -99,15 +91,12 @@ def split_prompts(
         few = min(_FEW, counts.held_out, _MOST_HELD_OUT * len(prompts))
         kept = math.ceil(max(few, share * len(prompts)))
         prompts, held_out_prompts = prompts[kept:], prompts[:kept]
-    tree_texts, test_texts = _divide(held_out, _characters(held_out) * counts.tree // counts.held_out)
+    tree_texts, test_texts = _divide(held_out, sum(map(len, held_out)) * counts.tree // counts.held_out)
     middle = len(held_out_prompts) * counts.tree // counts.held_out
+    sides = (texts, prompts, counts.train), (tree_texts, held_out_prompts, counts.tree)
     train, tree, test = (
         cut_prompts(side, tokenizer, count // 2 if own else count, length)
-        for side, own, count in (
-            (texts, prompts, counts.train),
-            (tree_texts, held_out_prompts, counts.tree),
-            (test_texts, held_out_prompts, counts.test),
-        )
+        for side, own, count in (*sides, (test_texts, held_out_prompts, counts.test))
     )
     whole = [*train, *prompts[: counts.train - len(train)]]
     return PromptSets(
@@ -133,7 +122,7 @@ def cut_prompts(texts: Sequence[str], tokenizer: Encoder, count: int, length: in
             if which == len(texts):
                 break
             text = texts[which]
-            start = _line_start(text, place - (ends[which] - len(text)))
+            start = text.rfind("\n", 0, place - (ends[which] - len(text))) + 1
             ids = tokenizer.encode(text[start : start + _CHARACTERS_PER_TOKEN * length], add_special_tokens=False)
             if ids:
                 found[tuple(ids[:length])] = None
@@ -156,18 +145,14 @@ def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
 def _separate(prompts: Sequence[Sequence[int]], texts: Sequence[str], tokenizer: Encoder) -> int:
     """The approximate number of prompts that share no text; fewer than all where the texts are short."""
     together = sum(map(len, prompts))
-    if _characters(texts) >= _CHARACTERS_PER_TOKEN * together:
+    if sum(map(len, texts)) >= _CHARACTERS_PER_TOKEN * together:
         return len(prompts)
     return min(len(prompts), len(prompts) * (len(as_stream(texts, tokenizer)) - len(texts)) // max(1, together))
 
 
-def _line_start(text: str, place: int) -> int:
-    return text.rfind("\n", 0, place) + 1
-
-
 def keep_back(texts: Sequence[str], share: float) -> tuple[list[str], list[str]]:
     """Split texts: the first for training, and the last, a fraction `share`, held out."""
-    return _divide(texts, int(_characters(texts) * (1 - share)))
+    return _divide(texts, int(sum(map(len, texts)) * (1 - share)))
 
 
 def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
@@ -180,22 +165,18 @@ def _divide(texts: Sequence[str], place: int) -> tuple[list[str], list[str]]:
         elif place <= 0:
             after.append(text)
         else:
-            cut = _line_start(text, place) or place
+            cut = text.rfind("\n", 0, place) + 1 or place
             before.append(text[:cut])
             after.append(text[cut:])
         place -= len(text)
     return before, after
 
 
-def _characters(texts: Sequence[str]) -> int:
-    return sum(map(len, texts))
-
-
 def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: int) -> PromptSets:
     """All prompts of the embedded target; DataError without the sources of the standard library."""
-    shipped, library = shipped_prompts(), _library()
-    texts, names = _others(library, shipped), {str(record["file"]) for record in shipped}
-    pieces = [str(record["text"]) for record in shipped]
+    library = _library()
+    texts, pieces = standard_library_texts(library)
+    names = {str(record["file"]) for record in shipped_prompts()}
     held_out = [part for name in sorted(names) if name in library for part in without_pieces(library[name], pieces)]
     if not held_out:  # another Python version, without those files
         return split_prompts(texts, (), tokenizer, counts, length)
@@ -209,21 +190,17 @@ def standard_library_prompts(tokenizer: Encoder, counts: PromptCounts, length: i
     )
 
 
-def standard_library_texts() -> tuple[list[str], list[str]]:
+def standard_library_texts(library: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
     """Training texts of the embedded target, and the shipped prompts; DataError without sources."""
     shipped = shipped_prompts()
-    return _others(_library(), shipped), [str(record["text"]) for record in shipped]
-
-
-def _others(library: Mapping[str, str], shipped: Sequence[Mapping[str, object]]) -> list[str]:
     names = {str(record["file"]) for record in shipped}
-    texts = [text for name, text in library.items() if name not in names]
+    texts = [text for name, text in (_library() if library is None else library).items() if name not in names]
     if not texts:
         raise DataError(
             "this Python comes without the sources of its standard library, which drafters of the embedded target "
             "learn from; name text of your own with --data FILE"
         )
-    return texts
+    return texts, [str(record["text"]) for record in shipped]
 
 
 def shipped_prompts() -> list[dict[str, object]]:

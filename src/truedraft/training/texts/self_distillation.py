@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -110,7 +109,7 @@ class AnswerFiles:
             folder.mkdir(parents=True, exist_ok=True)
             if not about.is_file():
                 write_whole(about, json.dumps(dict(identity), indent=1) + "\n")
-            self.records = self._whole_lines()
+            self.records = self._whole_lines() if self._lines.is_file() else []
             self.covered = self._whole_vectors()
 
     def append(self, record: WrittenAnswer, hidden: Tensor) -> None:
@@ -128,20 +127,27 @@ class AnswerFiles:
         self.covered += 1
 
     def read(self) -> SelfDistillationData:
-        rows = sum(len(record.answer) for record in self.records)
-        shape = (rows, self._width)
+        shape = (sum(len(record.answer) for record in self.records), self._width)
         empty = np.zeros(shape, dtype=np.uint16)
-        bits = np.memmap(self._bits, np.uint16, "r", shape=shape) if empty.size else empty
-        return SelfDistillationData(self.records, bits)
+        return SelfDistillationData(
+            self.records, np.memmap(self._bits, np.uint16, "r", shape=shape) if empty.size else empty
+        )
 
     def _whole_lines(self) -> list[WrittenAnswer]:
-        if not self._lines.is_file():
-            return []
         content = self._lines.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(self._lines, len(whole))
-        return list(_parsed(whole, self._lines))
+        found = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                found.append(WrittenAnswer(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise DataError(
+                    f"{self._lines}, line {number}: not an answer with prompt, answer, temperature and stopped; remove "
+                    "the file to let the target write again"
+                ) from error
+        return found
 
     def _whole_vectors(self) -> int:
         """The number of answers with all of their vectors; the rest of the file is cut off."""
@@ -162,17 +168,6 @@ def read_answers(folder: Path, name: str, width: int) -> SelfDistillationData:
     return AnswerFiles(folder, name, width, _json_object(folder / f"{name}.json")).read()
 
 
-def _parsed(content: bytes, path: Path) -> Iterator[WrittenAnswer]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            yield WrittenAnswer(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: not an answer with prompt, answer, temperature and stopped; remove the file "
-                "to let the target write again"
-            ) from error
-
-
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -183,16 +178,11 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """Concatenated windows.
+    """Concatenated windows: all of their positions, and those that heads reach from them."""
 
-    Attributes:
-        hidden: `[rows, width]`: the vectors of all positions of the windows, and of those that heads reach from them.
-        places: `[positions]`, int64, ascending: the rows at which heads guess, each followed by rows that they reach.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # `[rows, width]`
     tokens: Tensor  # `[rows]`, int64: the token that was drawn from each
-    places: Tensor
+    places: Tensor  # `[positions]`, int64, ascending: the rows at which heads guess, each followed by those they reach
     rows: NDArray[np.int64]  # `[rows]`: the rows of the text
 
 
