@@ -19,6 +19,7 @@ from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reverse
 from support.embedded_models import embedded
 from training.conftest import SHAPE
 from truedraft import load_model
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.kinds.block.training import DFlashTrainingConfig
 from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
 from truedraft.kinds.dflash2.variants import codebooks_exchanged, convolutions
@@ -135,7 +136,7 @@ def test_a_fault_of_a_head_is_named(drafter, plant, name, heads, target, asked) 
 
 def test_ids_in_the_table_of_offsets_are_named(heads, target, asked, tmp_path) -> None:
     """Such a folder of another project cannot be loaded as it is."""
-    write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path)
+    write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path, ExportTarget("", None))
     weights = load_file(tmp_path / "model.safetensors")
     weights["d2t"] = weights["d2t"] + torch.arange(64)
     save_file(weights, tmp_path / "model.safetensors")
@@ -225,7 +226,7 @@ SOUND = (
 @pytest.mark.parametrize("sound", SOUND)
 def test_a_sound_drafter_raises_no_alarm(sound, heads, learned_folder, deep_folder, target, asked, tmp_path) -> None:
     if sound == "published eagle":
-        write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path)
+        write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path, ExportTarget("", None))
     own = heads | {"published eagle": tmp_path, "smaller draft": learned_folder, "the target itself": deep_folder}
     if sound in own:
         found = diagnosed(own[sound], target, asked)
