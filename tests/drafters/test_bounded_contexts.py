@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from drafters.heads import test_levels
 from kinds.mtp import test_mtp
 from support.backends import fused_backend, graph_backend, native_backend
-from support.layer_heads import Records, as_transformers_runs_it, target
+from support.layer_heads import as_transformers_runs_it, noted, target
 from support.tiny_models import VOCAB, build, with_noise
 from truedraft import Engine, SamplingParams
 from truedraft.certify import Stack
@@ -71,14 +71,6 @@ def masked(stock: PreTrainedModel, text: list[int], path: list[int], since: int)
     return logits
 
 
-class Noted(Records, DraftModel):
-    pass
-
-
-class NotedSelf(Records, SelfDraft):
-    pass
-
-
 def assert_drawn_from(drafts: Any, logits: Callable[[list[int], list[int]], Tensor], every: int = 5) -> None:
     depths = set()
     for text, proposal in drafts.drafted[::every]:
@@ -98,7 +90,7 @@ _needs_library = pytest.mark.skipif(built(torch.float32).library is None, reason
 @pytest.mark.parametrize("backend", [*list(BACKENDS)[:3], pytest.param("native", marks=_needs_library)])
 @pytest.mark.parametrize("options", [{}, {"branching": (2, 2)}], ids=["chain", "tree"])
 def test_a_draft_model_draws_from_what_it_gives_under_the_mask(backend: str, options: Any) -> None:
-    drafts = Noted(model(backend, 0.05), context=SIZE, **options)
+    drafts = noted(DraftModel)(model(backend, 0.05), context=SIZE, **options)
     engine = Engine(model(), drafts, controller="fixed", entropy=3)
     most: list[int] = []
     engine.listeners.append(lambda _: most.extend(each.stored for each in drafts.caches.values()))
@@ -125,7 +117,7 @@ def test_answers_are_those_of_plain_decoding(make: Callable[[], Any], params: Sa
 def test_a_self_draft_reads_a_part_of_what_the_target_read(backend: str) -> None:
     """Keys of the text are the target's own, which saw all of it."""
     own = model(backend)
-    drafts = NotedSelf(own, own, context=SIZE)
+    drafts = noted(SelfDraft)(own, own, context=SIZE)
     Engine(own, drafts, controller="fixed", entropy=3).generate([list(each) for each in PROMPTS], SAMPLED)
     stock = as_it_is()
     assert_drawn_from(drafts, lambda text, path: masked(stock, text, path, len(text) - 1))

@@ -24,10 +24,9 @@ from truedraft.certify.statistics import Statistics
 from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.tree import TokenTree, chain_shape
+from truedraft.core.tree import TokenTree
 from truedraft.drafters import Cascade, Drafter, DraftModel, NoDrafter, Portfolio, PromptLookup, from_spec
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
-from truedraft.drafters.cascade import _below
 from truedraft.drafters.prompt_lookup import NgramIndex
 from truedraft.errors import (
     CompositionError,
@@ -76,68 +75,61 @@ def watched(drafter: Drafter, seen: list[object]) -> Drafter:
     return drafter
 
 
-def chains_of(
-    make: Callable[[list[object]], Cascade], text: Sequence[int], length: int
-) -> dict[tuple[int, ...], float]:
-    """The probability of every chain that a cascade may write behind a text; its stored distributions are checked."""
+class Lying(ScriptedDrafter):
+    """Says that it drew the token 0 from a distribution that gives it nothing."""
+
+    kinds = frozenset({DrawKind.INDEPENDENT})  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(lambda tokens: [[0]], depth=1, nodes=1)
+
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        probs = torch.zeros(1, 2, dtype=torch.float64)
+        probs[0, 1] = 1.0
+        tree = TokenTree.chain([0])
+        draws = ((Draw(0, 0, DrawKind.INDEPENDENT),), ())
+        return [Proposal.empty() if budget.is_zero else Proposal(tree, draws, probs) for budget in budgets]
+
+
+def three_levels(seen: list[object]) -> Drafter:
+    return Cascade(watched(DraftModel(MarkovModel.random(2, 7), 1), seen), DraftModel(MarkovModel.random(2, 6)), 2)
+
+
+@pytest.mark.parametrize(
+    ("inside", "vocab", "text", "length"),
+    [
+        *((lambda _: DraftModel(MarkovModel.random(2, 6), 2), 2, [1, 0], length) for length in (1, 2, 3)),
+        (lambda _: DraftModel(MarkovModel.random(3, 6), branching=(2,)), 3, [1, 2], 2),
+        (lambda _: ScriptedDrafter(lambda tokens: [[tokens[-1]], [0, 1]]), 3, [1, 2], 2),
+        (three_levels, 2, [1], 2),
+        (lambda _: Lying(), 2, [1], 2),
+    ],
+    ids=["chain of 1", "chain of 2", "chain of 3", "siblings", "candidates", "three levels", "draws that nobody made"],
+)
+def test_the_distribution_of_a_chain_is_the_middle_models(
+    inside: Callable[[list[object]], Drafter], vocab: int, text: list[int], length: int
+) -> None:
+    """By running it in every cell of its noise: rejections, recovered tokens and further rounds included."""
+    middle = MarkovModel.random(vocab, 5)
 
     def run(noise: CellNoise) -> tuple[object, tuple[int, ...]]:
         seen: list[object] = []
-        cascade = make(seen)
+        cascade = Cascade(watched(inside(seen), seen), DraftModel(middle), length)
         request = DraftRequest(0, WARM, list(text))
         cascade.begin(request)
         (proposal,) = cascade.propose([request], [Budget(length)], [noise])
         ids = tuple(proposal.tree.host_ids)
         assert proposal.probs is not None
-        middle = cascade.middle.model
-        assert isinstance(middle, MarkovModel)
         for place, row in enumerate(proposal.probs):
             assert torch.allclose(row, middle.probs_after([*text, *ids[:place]]), atol=1e-12)
         cascade.end(request)
         return (*seen, ids), ids
 
-    return every_result(run)
-
-
-def assert_is_the_middle_models(found: dict[tuple[int, ...], float], middle: MarkovModel, text: list[int]) -> None:
+    found = every_result(run)
     assert math.fsum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for chain, mass in found.items():
         expected = math.prod(float(middle.probs_after([*text, *chain[:i]])[token]) for i, token in enumerate(chain))
         assert mass == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_the_distribution_of_a_chain_is_the_middle_models(length: int) -> None:
-    """By running it in every cell of its noise: rejections, recovered tokens and further rounds included."""
-    middle, small = MarkovModel.random(2, 5), MarkovModel.random(2, 6)
-
-    def make(seen: list[object]) -> Cascade:
-        return Cascade(watched(DraftModel(small, 2), seen), DraftModel(middle), length)
-
-    assert_is_the_middle_models(chains_of(make, [1, 0], length), middle, [1, 0])
-
-
-def test_so_it_is_of_siblings_and_of_candidates_inside() -> None:
-    middle, small = MarkovModel.random(3, 5), MarkovModel.random(3, 6)
-
-    def siblings(seen: list[object]) -> Cascade:
-        return Cascade(watched(DraftModel(small, branching=(2,)), seen), DraftModel(middle), 2)
-
-    def candidates(seen: list[object]) -> Cascade:
-        return Cascade(watched(ScriptedDrafter(lambda tokens: [[tokens[-1]], [0, 1]]), seen), DraftModel(middle), 2)
-
-    for make in (siblings, candidates):
-        assert_is_the_middle_models(chains_of(make, [1, 2], 2), middle, [1, 2])
-
-
-def test_so_it_is_three_levels_deep() -> None:
-    models = [MarkovModel.random(2, seed) for seed in (5, 6, 7)]
-
-    def make(seen: list[object]) -> Cascade:
-        inside = Cascade(watched(DraftModel(models[2], 1), seen), DraftModel(models[1]), 2)
-        return Cascade(watched(inside, seen), DraftModel(models[0]), 2)
-
-    assert_is_the_middle_models(chains_of(make, [1], 2), models[0], [1])
 
 
 def test_no_number_decides_twice() -> None:
@@ -300,34 +292,7 @@ def test_what_it_counts_of_a_request_that_is_kept_is_told_to_others() -> None:
         assert (written(cascade, WARM, 2, chains=0).guessed > first) is kept, (params, kept)
 
 
-def test_a_tree_below_a_chain() -> None:
-    assert _below(2, TokenTree.from_paths([[1], [1, 2], [1, 3]]).shape).parents == (-1, 0, 1, 2, 2)
-    assert _below(1, chain_shape(0)).parents == (-1,)
-
-
 # ------------------------------------------------------------------------------------------ what goes wrong
-
-
-class Lying(ScriptedDrafter):
-    """Says that it drew the token 0 from a distribution that gives it nothing."""
-
-    kinds = frozenset({DrawKind.INDEPENDENT})  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__(lambda tokens: [[0]], depth=1, nodes=1)
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        probs = torch.zeros(1, 2, dtype=torch.float64)
-        probs[0, 1] = 1.0
-        tree = TokenTree.chain([0])
-        draws = ((Draw(0, 0, DrawKind.INDEPENDENT),), ())
-        return [Proposal.empty() if budget.is_zero else Proposal(tree, draws, probs) for budget in budgets]
-
-
-def test_draws_that_were_not_made_as_they_say_bend_nothing() -> None:
-    middle = MarkovModel.random(2, 5)
-    make = lambda seen: Cascade(watched(Lying(), seen), DraftModel(middle), 2)  # noqa: E731
-    assert_is_the_middle_models(chains_of(make, [1], 2), middle, [1])
 
 
 def test_who_fails_inside_costs_no_answer() -> None:

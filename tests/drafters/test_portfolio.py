@@ -33,21 +33,15 @@ def drawn(*tokens: int, vocab: int = 9) -> Proposal:
 # ------------------------------------------------------------------------------------------ members
 
 
-def test_members_of_one_name_are_numbered() -> None:
+def test_names_limits_and_kinds() -> None:
     members = [scripted(), PromptLookup(), scripted(), scripted()]
     portfolio = Portfolio(members)
     assert list(portfolio.members) == ["scripted", "prompt-lookup", "scripted-2", "scripted-3"]
     assert list(portfolio.members.values()) == members
     assert list(Portfolio({"x": members[0], "y": members[2]}).members) == ["x", "y"]
-
-
-def test_limits_and_kinds_are_those_of_merged_proposals() -> None:
     portfolio = Portfolio([scripted(3, 4), PromptLookup(6), DraftModel(MarkovModel.random(4, 1), 2)])
     assert portfolio.limits == Budget(6, 4 + 1 + 1, 4 + 6 + 2)
     assert portfolio.kinds == {DrawKind.DETERMINISTIC, DrawKind.INDEPENDENT}
-
-
-def test_what_is_no_portfolio_is_refused() -> None:
     with pytest.raises(OptionError, match="at least one drafter"):
         Portfolio([])
     with pytest.raises(OptionError, match="'portfolio' is a portfolio"):
@@ -95,11 +89,13 @@ def test_features_of_all_members_are_asked_of_the_target_at_once() -> None:
 
 
 def test_what_is_alone_stays_as_it_is() -> None:
-    own = chain(5, 7)
+    own = drawn(5, 8, 2)
     merged = MergedProposal.of({"a": own})
     assert merged.proposal is own
     assert merged.own("a") == (own, None)
     assert merged.own_path("a", (0, 1)) == (0, 1)
+    assert merged.shares((0, 1), True) == (DraftShare("a", 3, 3, (0, 1), 3),)
+    assert merged.shares((0, 1, 2), False) == (DraftShare("a", 3, 3, (0, 1, 2), 3),)
     nothing = MergedProposal.of({})
     assert not len(nothing.proposal.tree)
     assert nothing.own("a") == (Proposal.empty(), None)
@@ -138,12 +134,6 @@ def test_shares_by_hand() -> None:
     assert shares((0, eight), False) == [((0,), 2), ((0, 1), 2)]
     assert shares((0, seven, one), False) == [((0, 1, 2), 3), ((0,), 2)]
     assert shares((0,), False) == [((0,), 1), ((0,), 1)], "cut by the end of the answer: nobody was rejected"
-
-
-def test_a_share_alone_is_the_counters_own() -> None:
-    merged = MergedProposal.of({"a": drawn(5, 8, 2)})
-    assert merged.shares((0, 1), True) == (DraftShare("a", 3, 3, (0, 1), 3),)
-    assert merged.shares((0, 1, 2), False) == (DraftShare("a", 3, 3, (0, 1, 2), 3),)
 
 
 def test_trees_that_share_nothing_keep_their_own_numbers() -> None:

@@ -12,16 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from drafters.heads.test_recorded_drafts import assert_equal
 from engine.test_one_wait import standing_in
 from support.backends import HostRecorder, graph_backend
+from support.layer_heads import noted
 from support.tiny_models import PROMPTS, noisy_stock, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import transfers
-from truedraft.core.budget import Budget
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import Proposal
 from truedraft.drafters import DraftModel
-from truedraft.drafters.base import DraftRequest
 from truedraft.models.backends.graphs import GraphBackend
 from truedraft.models.huggingface import HuggingFaceModel
 
@@ -40,24 +38,8 @@ BATCHES = {
 }
 
 
-class Noted(DraftModel):
-    """Notes what it proposes, and how many forwards that took."""
-
-    def __init__(self, model: HuggingFaceModel, *given: Any, **options: Any) -> None:
-        super().__init__(model, *given, **options)
-        self.seen: list[tuple[Any, ...]] = []
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        proposals = super().propose(batch, budgets, noise)
-        for request, each in zip(batch, proposals, strict=True):
-            self.seen.append((list(request.tokens), each.tree.tokens.tolist(), each.tree.shape, each.draws, each.probs))
-        return proposals
-
-
 def drafted(
-    params: Sequence[SamplingParams], *, recorded: bool, max_batch: int = 8, length: int = 4, noted: bool = True
+    params: Sequence[SamplingParams], *, recorded: bool, max_batch: int = 8, length: int = 4, notes: bool = True
 ) -> tuple[Any, ...]:
     """What answers and proposals are; answers of a target whose draft often errs."""
     recorders: list[HostRecorder] = []
@@ -69,13 +51,17 @@ def drafted(
     draft = HuggingFaceModel(noisy_stock("llama", 0.1), None, "draft", made)
     if not recorded:
         draft._backend.records_chains = False
-    drafter = Noted(draft, length) if noted else DraftModel(draft, length)
+    drafter = (noted(DraftModel) if notes else DraftModel)(draft, length)
     target = HuggingFaceModel(stock("llama"), None, "target", graph_backend)
     engine = Engine(target, drafter, controller="fixed", entropy=3, max_batch=max_batch)
     answers = engine.generate([list(PROMPTS[number % len(PROMPTS)]) for number in range(len(params))], list(params))
     assert all(answer.warnings == () for answer in answers)
     assert draft.pool is not None and draft.pool.in_use == 0
-    return [answer.token_ids for answer in answers], getattr(drafter, "seen", []), recorders[0]
+    proposals = [
+        (text, each.tree.host_ids, each.tree.shape, each.draws, each.probs)
+        for text, each in getattr(drafter, "seen", [])
+    ]
+    return [answer.token_ids for answer in answers], sorted(proposals, key=lambda each: repr(each[:4])), recorders[0]
 
 
 @pytest.fixture(autouse=True)
@@ -92,16 +78,6 @@ def test_chains_are_those_drafted_level_by_level(name: str, max_batch: int) -> N
     assert len(whole[1]) > 10
 
 
-def assert_equal(whole: Any, levels: Any) -> None:
-    assert whole[0] == levels[0]
-    ours, theirs = (sorted(each[1], key=lambda proposed: repr(proposed[:4])) for each in (whole, levels))
-    assert [each[:4] for each in ours] == [each[:4] for each in theirs]
-    for (*_, our_probs), (*_, their_probs) in zip(ours, theirs, strict=True):
-        assert (our_probs is None) is (their_probs is None)
-        if our_probs is not None:
-            assert torch.allclose(our_probs, their_probs, rtol=1e-3, atol=1e-6)
-
-
 def test_a_draft_is_one_replay() -> None:
     whole, levels = (drafted([GREEDY], recorded=recorded) for recorded in (True, False))
     assert whole[0] == levels[0]
@@ -113,7 +89,7 @@ def test_a_draft_is_one_replay() -> None:
 def test_the_host_waits_once_in_a_step(name: str) -> None:
     plain = drafted(BATCHES[name], recorded=True)
     with standing_in() as device:
-        answers = drafted(BATCHES[name], recorded=True, noted=False)[0]
+        answers = drafted(BATCHES[name], recorded=True, notes=False)[0]
     assert answers == plain[0]
     assert device.fetches and set(device.fetches) <= {0, 1}
 

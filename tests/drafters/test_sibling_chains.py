@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from truedraft.errors import OptionError
 from truedraft.models import loading
 from truedraft.testing import MarkovModel
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+from truedraft.verification.exact import distance, target_dist
 from truedraft.verification.rule import DrawnToken, JudgedRow
 
 EXACT = 1e-12
@@ -101,12 +103,16 @@ def test_chains_are_drawn_independently_of_each_other() -> None:
 # ------------------------------------------------------------------------------- the distribution of answers
 
 
+def after(model: MarkovModel, prefix: Sequence[int]) -> Tensor:
+    p = model.probs_after([*TEXT, *prefix]).double()
+    return p / p.sum()
+
+
 def drawn_groups(
     rule: Rule, prefix: tuple[int, ...], chains: int, length: int
 ) -> Iterator[tuple[float, list[JudgedRow]]]:
     """Every group that may be drawn below a prefix that so many chains pass, with its probability."""
-    p, q = TARGET.probs_after([*TEXT, *prefix]).double(), DRAFT.probs_after([*TEXT, *prefix]).double()
-    p, q = p / p.sum(), q / q.sum()
+    p, q = after(TARGET, prefix), after(DRAFT, prefix)
     for tokens in itertools.product(range(VOCAB), repeat=chains):
         mass = float(q[list(tokens)].prod())
         row = JudgedRow(p, tuple(DrawnToken(token, 0, q, DrawKind.INDEPENDENT) for token in tokens))
@@ -130,8 +136,7 @@ def emitted_by(rule: Rule, chains: int, length: int, tokens: int) -> tuple[dict[
                 return
         if drafted == length:  # a bonus token
             if len(prefix) < tokens:
-                p = TARGET.probs_after([*TEXT, *prefix]).double()
-                for token, each in enumerate(p / p.sum()):
+                for token, each in enumerate(after(TARGET, prefix)):
                     go((*prefix, token), 0, chains, mass * float(each), False)
             return
         for weight, rows in drawn_groups(rule, prefix, passing, length - drafted):
@@ -151,26 +156,14 @@ def emitted_by(rule: Rule, chains: int, length: int, tokens: int) -> tuple[dict[
     return dist, accepted
 
 
-def targets_own(tokens: int) -> dict[tuple[int, ...], float]:
-    dist = {}
-    for answer in itertools.product(range(VOCAB), repeat=tokens):
-        mass = 1.0
-        for place, token in enumerate(answer):
-            p = TARGET.probs_after([*TEXT, *answer[:place]]).double()
-            mass *= float((p / p.sum())[token])
-        dist[answer] = mass
-    return dist
-
-
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(("chains", "length"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
 def test_answers_follow_the_target(rule: Rule, chains: int, length: int) -> None:
     """By exact recursion: every chain that may be drawn, repeats included, and every verdict on it."""
     tokens = min(length, 2) + 1
     dist, _ = emitted_by(rule, chains, length, tokens)
-    law = targets_own(tokens)
     assert sum(dist.values()) == pytest.approx(1.0, abs=EXACT)
-    assert 0.5 * sum(abs(dist.get(answer, 0.0) - mass) for answer, mass in law.items()) < EXACT
+    assert distance(dist, target_dist(partial(after, TARGET), tokens)) < EXACT
 
 
 def test_more_chains_are_accepted_further() -> None:
@@ -184,7 +177,7 @@ def test_the_recursion_notices_a_wrong_rule() -> None:
             return p
 
     dist, _ = emitted_by(FromTarget(), 2, 1, 1)
-    assert 0.5 * sum(abs(dist[answer] - mass) for answer, mass in targets_own(1).items()) > 0.01
+    assert distance(dist, target_dist(partial(after, TARGET), 1)) > 0.01
 
 
 # ------------------------------------------------------------------------------- budgets, and other requests

@@ -12,15 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from support.eagle_reference import random_eagle
 from support.layer_heads import random_head
 from truedraft.drafters import Eagle3
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.drafters.heads.head import HeadRecord
 from truedraft.errors import ModelError, ModelNotFoundError, OptionError
 from truedraft.kinds.block import folders as block_folders
 from truedraft.kinds.block.folders import write_dflash_folder, write_dspark_folder
 from truedraft.kinds.block.module import BlockConfig, DFlashHead, DSparkHead
+from truedraft.kinds.dflash2 import folders as dflash2_folders
+from truedraft.kinds.dflash2.folders import write_dflash2_folder
+from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.eagle import folders as eagle_folders
 from truedraft.kinds.eagle.folders import write_eagle_folder
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
@@ -31,6 +36,8 @@ EAGLE_1 = replace(EAGLE, rope_start=1, reach=7)  # `speculators` counts position
 PEAGLE = PEagleConfig(48, 97, (0, 2, 5), **SIZES, draft_vocab=40, own_embedding=True, more_layers=2, mask_token=9)
 DFLASH = BlockConfig(48, 97, (0, 2, 5), block=4, mask_id=96, depth=2, **SIZES)
 DSPARK = replace(DFLASH, from_anchor=True, markov=8, confidence=True, confidence_reads_token=True)
+DFLASH2 = DFlash2Config(48, 97, (0, 2, 5), block=4, mask_id=96, depth=2, **SIZES, taps=3, group=8, rank=6, candidates=5)
+FACTORS: dict[str, Any] = {"embedding_scale": 2.5, "factor": 0.5, "cap": 30.0}
 REDUCED: dict[str, Any] = {"draft_vocab": 40, "own_output": True}
 
 
@@ -50,11 +57,13 @@ def dspark(config: Any) -> Any:
     return random_head(DSparkHead, config)
 
 
-def named(head: Any, folder: Path) -> None:
-    eagle_folders.write_speculators_folder(head, folder, target="org/target", family="LlamaForCausalLM")
+def dflash2(config: Any) -> Any:
+    return random_head(DFlash2Head, config)
 
 
-HEADS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Path], None]]] = {
+named = eagle_folders.write_speculators_folder
+TARGET = ExportTarget("org/target", LlamaConfig(num_hidden_layers=9, architectures=["LlamaForCausalLM"]))
+HEADS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Path, ExportTarget], None]]] = {
     "EAGLE": (eagle, EAGLE, write_eagle_folder),
     "EAGLE-3.1": (eagle, replace(EAGLE, fc_norm=True, norm_output=True), write_eagle_folder),
     "speculators, eagle": (eagle, EAGLE_1, named),
@@ -68,30 +77,29 @@ HEADS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Path], None]]] 
     "speculators, p-eagle": (peagle, PEAGLE, named),
     "windows, eagle": (eagle, replace(EAGLE, windows=(512,)), write_eagle_folder),
     "windows, p-eagle": (peagle, replace(PEAGLE, windows=(0, 512, 512)), named),
-    "windows, z-lab": (
-        dflash, replace(DFLASH, windows=(512, 0)),
-        lambda head, folder: write_dflash_folder(head, folder, target_layers=9),
-    ),
+    "windows, z-lab": (dflash, replace(DFLASH, windows=(512, 0)), write_dflash_folder),
     "causal windows, speculators": (
         dflash, replace(DFLASH, windows=(512,), window_causal=True), block_folders.write_speculators_folder,
     ),
-    "z-lab": (dflash, DFLASH, lambda head, folder: write_dflash_folder(head, folder, target_layers=9)),
+    "z-lab": (dflash, DFLASH, write_dflash_folder),
     "DeepSpec": (
-        dspark, replace(DSPARK, own_output=True, own_embedding=True, markov_kind="gated"),
-        lambda head, folder: write_dspark_folder(head, folder, target_layers=9),
+        dspark, replace(DSPARK, own_output=True, own_embedding=True, markov_kind="gated"), write_dspark_folder,
     ),
     "speculators, dflash": (dflash, replace(DFLASH, **REDUCED), block_folders.write_speculators_folder),
     "speculators, all ids": (dflash, DFLASH, block_folders.write_speculators_folder),
     "speculators, dspark": (
         dspark, replace(DSPARK, markov_kind="rnn", **REDUCED), block_folders.write_speculators_folder,
     ),
+    "z-lab, dflash2": (dflash2, DFLASH2, write_dflash2_folder),
+    "z-lab, factors": (dflash2, replace(DFLASH2, **FACTORS), write_dflash2_folder),
+    "speculators, dflash2": (dflash2, replace(DFLASH2, **FACTORS), dflash2_folders.write_speculators),
 }  # fmt: skip
 
 
 def written(name: str, folder: Path) -> tuple[Any, Path]:
     make, config, write = HEADS[name]
     head = make(config)
-    write(head, folder)
+    write(head, folder, TARGET)
     return head, folder
 
 
@@ -118,9 +126,9 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert all(each.equal(kept.state_dict()[key]) for key, each in head.state_dict().items())
     assert not kept.training and not any(each.requires_grad for each in kept.parameters())
     assert "it is used because its sizes fit" in (kept.record.note or "")
-    assert kept.record.target_name == ("org/target" if HEADS[name][2] is named else "")
+    assert kept.record.target_name == ("org/target" if "speculators_model_type" in record_in(folder) else "")
     assert kept.reach == head.reach, "it drafts as far as its folder says"
-    HEADS[name][2](kept, tmp_path / "again")
+    HEADS[name][2](kept, tmp_path / "again", TARGET)
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
         assert (folder / file).stat().st_mode & 0o777 == 0o644, "others may read it"
@@ -143,8 +151,9 @@ def test_what_is_written_is_as_the_projects_have_it(tmp_path: Path) -> None:
             assert (about["rope_theta"], about["rope_scaling"]) == (10000.0, None)
         if "eagle_config" in about:
             assert about["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
-    flat = ("EAGLE", "EAGLE-3.1", "z-lab", "DeepSpec", "windows, eagle", "windows, z-lab")
-    assert all(each == ([0, 2, 5] if name in flat else [1, 3, 6]) for name, each in numbers.items())
+    entered = {name for name, each in numbers.items() if each == [1, 3, 6]}
+    speculators = {name for name in HEADS if "speculators_model_type" in record_in(tmp_path / name)}
+    assert entered == speculators and all(numbers[name] == [0, 2, 5] for name in HEADS.keys() - entered)
     assert load_file(tmp_path / "EAGLE" / "model.safetensors")["d2t"][:3].tolist() == [1, 2, 3]
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "speculators, eagle" / "model.safetensors")
 
@@ -335,7 +344,7 @@ def test_windows_of_other_projects(made: str, record: dict[str, Any], windows: A
 def test_windows_that_a_format_has_no_words_for_are_not_written(config: Any, tmp_path: Path) -> None:
     write = HEADS["EAGLE" if isinstance(config, Eagle3Config) else "z-lab"][2]
     with pytest.raises(ModelError, match="one window for all layers with one, which sees no first tokens"):
-        write(eagle(config) if isinstance(config, Eagle3Config) else dflash(config), tmp_path / "head")
+        write(eagle(config) if isinstance(config, Eagle3Config) else dflash(config), tmp_path / "head", TARGET)
     assert not (tmp_path / "head").exists()
 
 
@@ -347,18 +356,22 @@ def put(name: str, weight: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda weights: weights.update({name: weight})
 
 
-ZLAB, NESTED = "z-lab", "speculators, dspark"
+ZLAB, NESTED, FLASH2 = "z-lab", "speculators, dspark", "z-lab, dflash2"
+SELECTING = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 ZLAB_INSIDE = {"mask_token_id": 96, "target_layer_ids": [0, 2, 5]}
-BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
-    "a tensor is missing": ("EAGLE", without("midlayer.mlp.up_proj.weight"), "lacks midlayer.mlp.up_proj.weight"),
-    "no Markov head": (NESTED, without("markov_head.markov_w2.weight"), "lacks markov_head.markov_w2.weight"),
-    "one is too many": ("EAGLE", put("midlayer.extra", torch.ones(3)), "holds midlayer.extra, unknown"),
-    "another shape": ("EAGLE", put("fc.weight", torch.ones(48, 96)), r"fc.weight .* has the shape \[48, 96\]"),
-    "several kinds": ("EAGLE", put("fc.weight", torch.ones(48, 144).half()), "numbers of several kinds"),
-    "ids for offsets": ("EAGLE", put("d2t", torch.arange(40) * 2 + 1), "it holds offsets"),
-    "two tables that differ": ("EAGLE", put("t2d", torch.ones(97, dtype=torch.bool)), "d2t and t2d .* different ids"),
-    "too few offsets": ("EAGLE", put("d2t", torch.ones(3, dtype=torch.int64)), "no list of 40 whole numbers"),
-}
+BROKEN: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
+    ("EAGLE", without("midlayer.mlp.up_proj.weight"), "lacks midlayer.mlp.up_proj.weight"),
+    (NESTED, without("markov_head.markov_w2.weight"), "lacks markov_head.markov_w2.weight"),
+    ("EAGLE", put("midlayer.extra", torch.ones(3)), "holds midlayer.extra, unknown"),
+    ("EAGLE", put("fc.weight", torch.ones(48, 96)), r"fc.weight .* has the shape \[48, 96\]"),
+    ("EAGLE", put("fc.weight", torch.ones(48, 144).half()), "numbers of several kinds"),
+    ("EAGLE", put("d2t", torch.arange(40) * 2 + 1), "it holds offsets"),
+    ("EAGLE", put("t2d", torch.ones(97, dtype=torch.bool)), "d2t and t2d .* different ids"),
+    ("EAGLE", put("d2t", torch.ones(3, dtype=torch.int64)), "no list of 40 whole numbers"),
+    (FLASH2, without("layers.1.mlp_conv.base_kernel"), "lacks layers.1.mlp_conv.base_kernel"),
+    (FLASH2, put("layers.0.attention_conv.bias", torch.ones(3)), "holds layers.0.attention_conv.bias, unknown"),
+    (FLASH2, put("layers.0.attention_conv.base_kernel", torch.ones(2, 2, 48)), r"has the shape \[2, 2, 48\]"),
+]
 SENSELESS: list[tuple[str, dict[str, Any], str]] = [
     ("EAGLE", {"hidden_size": None}, "does not name 'hidden_size'"),
     ("EAGLE", {"hidden_act": "gelu"}, "activation is 'gelu'"),
@@ -422,37 +435,35 @@ SENSELESS: list[tuple[str, dict[str, Any], str]] = [
     (NESTED, {"aux_hidden_state_layer_ids": [0, 1, 2]}, r"got \[-1, 0, 1\]"),
     (NESTED, {"mask_token_id": None}, "does not name 'mask_token_id'"),
     (NESTED, {"speculators_model_type": []}, "is not of a DSpark head"),
+    (FLASH2, {"hidden_size": 50}, "groups divide 50 entries"),
+    *(
+        (FLASH2, {"dflash_config": {**ZLAB_INSIDE, **SELECTING, "block_size": 4, name: value}}, said)
+        for name, value, said in (
+            ("output_multiplier", "x", "factor of a DFlash 2 head must be a number above 0, got 'x'"),
+            ("final_logit_softcapping", -30.0, "cap of a DFlash 2 head must be a number above 0, got -30.0"),
+            ("selector_top_k", 98, "candidates of a DFlash 2 head must be at most its 97 ids, got 98"),
+            ("selector_top_k", 0, "candidates of a DFlash 2 head must be 1 or more, got 0"),
+            ("conv_kernel_size", 5, "at most the block's 4 rows, got groups of 8 and 5 taps"),
+            ("conv_group_size", None, "group of a DFlash 2 head must be 1 or more, got None"),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_damaged_weights_are_told_in_a_sentence(name: str, tmp_path: Path) -> None:
-    made, weights, said = BROKEN[name]
-    head, folder = written(made, tmp_path / "head")
-    change(folder, weights)
-    with pytest.raises(ModelError, match=said) as caught:
-        type(head).load(folder)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("made", "record", "said"), SENSELESS, ids=str)
-def test_a_senseless_configuration_is_told_in_a_sentence(
-    made: str, record: dict[str, Any], said: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("made", "weights", "record", "said"),
+    [
+        *((made, weights, {}, said) for made, weights, said in BROKEN),
+        *((made, lambda _: None, record, said) for made, record, said in SENSELESS),
+    ],
+)
+def test_damaged_weights_and_senseless_configurations_are_told_in_a_sentence(
+    made: str, weights: Any, record: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     head, folder = written(made, tmp_path / "head")
-    change(folder, **record)
+    change(folder, weights, **record)
     with pytest.raises(ModelError, match=said) as caught:
         type(head).load(folder)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"PK\x03\x04", b"\x80\x02]q\x00(K\x01K\x02e."])
-def test_pickles_that_are_none_are_told_in_a_sentence(content: bytes, tmp_path: Path) -> None:
-    folder = written("EAGLE", tmp_path)[1]
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin' (as tensors|is no dictionary of tensors)") as caught:
-        Eagle3Head.load(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -490,9 +501,14 @@ def test_another_kind_is_named(tmp_path: Path) -> None:
         (HEADS["z-lab"][2], dflash(replace(DFLASH, **REDUCED)), "train with --draft-vocab 0"),
         (HEADS["DeepSpec"][2], dspark(DSPARK), "copies of the target's embedding"),
         (block_folders.write_speculators_folder, dspark(replace(DSPARK, own_output=True)), "train dspark --tied"),
+        *(
+            (write, dflash2(replace(DFLASH2, **{changed: True})), "train dflash2 --tied")
+            for write in (write_dflash2_folder, dflash2_folders.write_speculators)
+            for changed in ("own_output", "own_embedding", "from_anchor")
+        ),
     ],
 )
 def test_a_format_without_a_place_for_something_refuses_it(write: Any, head: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        write(head, tmp_path)
+        write(head, tmp_path, ExportTarget("org/target", None))
     assert not list(tmp_path.iterdir())

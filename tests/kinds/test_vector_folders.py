@@ -14,11 +14,13 @@ from torch import Tensor
 from support.tiny_models import PROMPTS, VOCAB, packed
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import Medusa
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.errors import CompositionError, ModelError, ModelNotFoundError
 from truedraft.kinds.medusa.folders import published_tree, write_vllm_medusa
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads, MedusaRunner
 from truedraft.kinds.redrafter.module import RedrafterHead
 
+NOBODY = ExportTarget("", None)
 WIDTH, HEADS, FEW = 48, 3, 30
 APPLE_WIDTH, APPLE_IDS = 6, 13
 
@@ -163,7 +165,7 @@ def test_heads_guess_what_vllm_drafts_and_come_back_bit_for_bit(name: str, tmp_p
             x = block(x, weights[at + "weight"], weights.get(at + "bias", 0.0))
         places = (x @ weights.get("lm_head.weight", weights.get(f"lm_heads.{head}.weight")).T).argmax(-1)
         assert guesses[head, :, 0].equal(weights["token_map"][places] if "token_map" in weights else places)
-    write_vllm_medusa(heads, tmp_path / "again")
+    write_vllm_medusa(heads, tmp_path / "again", NOBODY)
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert again.keys() == weights.keys() and all(again[each].equal(weights[each]) for each in weights)
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == about
@@ -194,13 +196,14 @@ def test_whole_outputs_are_cut_and_a_prefix_is_left_out(tmp_path: Path) -> None:
     assert all(found[name].equal(each) for name, each in cut.items())
 
 
-def test_heads_that_end_in_the_targets_lm_head_bring_it_along(tmp_path: Path) -> None:
+def test_heads_that_end_in_the_targets_lm_head_bring_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MedusaHeads(MedusaConfig(WIDTH, VOCAB, heads=2))
     for heads in (made, MedusaHeads(MedusaConfig(WIDTH, VOCAB, reads_token=True))):
         with pytest.raises(ModelError, match="read no tokens"):
-            write_vllm_medusa(heads, tmp_path)
+            write_vllm_medusa(heads, tmp_path, NOBODY)
     weight = torch.randn(VOCAB, WIDTH)
-    write_vllm_medusa(made, tmp_path, lm_head=weight)
+    monkeypatch.setattr(ExportTarget, "lm_head", lambda self, head: weight)
+    write_vllm_medusa(made, tmp_path, NOBODY)
     assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].equal(weight)
     outputs = [each.weight for each in MedusaHeads.load(tmp_path).outputs if each is not None]
     assert len(outputs) == 2 and all(each.equal(weight) for each in outputs)

@@ -84,6 +84,11 @@ class Records:
         return [(text, own) for text, own in self.seen if len(own.tree)]
 
 
+def noted(kind: type) -> Any:
+    """A kind of drafters that is one of `Records`, too."""
+    return type(f"Noted{kind.__name__}", (Records, kind), {})
+
+
 class Page:
     """What the papers' heads have in common, for a vector at a time.
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reversed_layers, theta_of, untrained
 from support.embedded_models import embedded
-from training.conftest import LEARNING, SHAPE, pretrained
+from training.conftest import SHAPE
 from truedraft import load_model
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.kinds.block.training import DFlashTrainingConfig
 from truedraft.kinds.dflash2.training import DFlash2TrainingConfig
 from truedraft.kinds.dflash2.variants import codebooks_exchanged, convolutions
@@ -129,7 +130,7 @@ def test_faults_of_a_folder_of_numbers_and_of_an_overflow_are_named(
 ) -> None:
     """A folder of another project with ids in its table of offsets cannot be loaded as it is."""
     head = Eagle3Head.load(heads["eagle"])
-    write_eagle_folder(head, tmp_path)
+    write_eagle_folder(head, tmp_path, ExportTarget("", None))
     weights = load_file(tmp_path / "model.safetensors")
     weights["d2t"] = weights["d2t"] + torch.arange(64)
     save_file(weights, tmp_path / "model.safetensors")
@@ -211,7 +212,7 @@ SOUND = (
 @pytest.mark.parametrize("sound", SOUND)
 def test_a_sound_drafter_raises_no_alarm(sound, heads, learned_folder, deep_folder, target, asked, tmp_path) -> None:
     if sound == "published eagle":
-        write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path)
+        write_eagle_folder(Eagle3Head.load(heads["eagle"]), tmp_path, ExportTarget("", None))
     own = heads | {"published eagle": tmp_path, "smaller draft": learned_folder, "the target itself": deep_folder}
     if sound in own:
         found = diagnosed(own[sound], target, asked)

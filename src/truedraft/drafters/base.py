@@ -236,13 +236,10 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Never drafts. The step is then plain decoding, in the same code."""
 
-    name: ClassVar[str] = "none"
+    name = "none"
     limits: Budget = NO_DRAFT
     observes_lazily = True
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset()
+    kinds: frozenset[DrawKind] = frozenset()
 
     def propose(
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]

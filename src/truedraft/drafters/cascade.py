@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -108,9 +107,10 @@ class Cascade(Drafter):
         CompositionError: the drafters are incompatible.
     """
 
-    name: ClassVar[str] = "cascade"
+    name = "cascade"
     observes_lazily = True
     levels = 0
+    kinds: frozenset[DrawKind] = frozenset({DrawKind.INDEPENDENT})
 
     def __init__(self, drafter: Drafter, middle: Drafter, num_speculative_tokens: int = 8) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
@@ -151,10 +151,6 @@ class Cascade(Drafter):
     @property
     def warmups(self) -> int:
         return self.middle.warmups + self.drafter.warmups
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
         self.middle.check(target)
@@ -345,11 +341,7 @@ class Cascade(Drafter):
         return parts
 
     def _verdicts(
-        self,
-        chains: Sequence[_Chain],
-        guesses: Sequence[Proposal],
-        probs: Sequence[Tensor],
-        noise: Sequence[Noise],
+        self, chains: Sequence[_Chain], guesses: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
     ) -> list[Verdict]:
         """The accepted guesses, and one more token of the middle model."""
         by_rule: dict[Rule, list[int]] = {}

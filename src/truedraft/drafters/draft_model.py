@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class DraftModel(Drafter):
             (FR-Spec, Zhao et al. 2502.14856); None is all of them.
     """
 
-    name: ClassVar[str] = "draft"
+    name = "draft"
     observes_lazily = True
 
     def __init__(
@@ -148,18 +148,16 @@ class DraftModel(Drafter):
         self._share([builder.request for builder in level])
         if self.model.records_chains:
             level = draw_chains(level, self.model.device, self._run_chains)
-        if len(level) == 1 and self._draws_chains and (numbers := level[0].host_numbers()) is not None:
+        draws_chains = self._guessing.draws_chains and not self._reads_inputs
+        if len(level) == 1 and draws_chains and (numbers := level[0].host_numbers()) is not None:
             self._draft_chain(level.pop(), numbers)
         logits = self._catch_up([builder.request for builder in level]) if level else None
         with judged_if_it_fails(builders):
             while logits is not None:
                 level = draw_level(level, logits, self._ids)
-                logits = self._forward_level(level) if level else None
+                segments = [builder.segment() for builder in level]
+                logits = self._guessing.forward(segments).logits if level else None
         return [builder.proposal() for builder in builders]
-
-    @property
-    def _draws_chains(self) -> bool:
-        return self._guessing.draws_chains and not self._reads_inputs
 
     def _draft_chain(self, chain: TreeBuilder, numbers: Sequence[Sequence[float]]) -> None:
         self._read_before([chain.request], _PREFILL_TOKENS)
@@ -241,9 +239,6 @@ class DraftModel(Drafter):
                 shape = chain_shape(len(ids))
                 segments.append(Segment(cache, torch.tensor(ids), shape, rows, prompt=prompt, inputs=inputs))
         return segments
-
-    def _forward_level(self, builders: Sequence[TreeBuilder]) -> Tensor:
-        return self._guessing.forward([builder.segment() for builder in builders]).logits
 
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         """Keep the accepted path of the draft's own tree; its last level was never fed, so it cannot be kept."""

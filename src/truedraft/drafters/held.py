@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from truedraft.models.base import LanguageModel
 from truedraft.models.cache import CachePool, PrefixCache, RequestCache
+
+if TYPE_CHECKING:
+    from truedraft.drafters.heads.texts import HeadTexts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,20 +54,6 @@ class HeadCaches:
         return (tokens if self.context is None else min(tokens, self.context)) + self.drafted
 
 
-class SharedTexts(Protocol):
-    """Shared prefixes of a head that reads the target's hidden states at all tokens."""
-
-    prefixes: PrefixCache
-    layers: int
-
-    @property
-    def pool(self) -> CachePool: ...
-    def available(self, number: int) -> int | None:
-        """Number of leading tokens of a request to skip; None if it is not shared."""
-
-    def take(self, number: int, tokens: int) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Held:
     """All memory that a drafter holds for requests, without that kept of earlier ones (`PrefixCache`).
@@ -86,7 +75,7 @@ class Held:
     beside: int = 0
     in_target: bool = False
     heads: Sequence[HeadCaches] = ()
-    shared: Sequence[SharedTexts] = ()
+    shared: Sequence[HeadTexts] = ()
 
     @property
     def requests(self) -> set[int]:

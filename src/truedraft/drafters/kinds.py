@@ -65,7 +65,8 @@ class Kind:
         training: its `truedraft.training.head_config.HeadTrainingConfig`.
         exports: its `truedraft.drafters.exporting.Exports`.
         variants: the `truedraft.measure.variants.Examined` that the doctor tries.
-        published: a function that returns the kind of head in a folder of another project, or None.
+        published: a function that returns the kind of head in a folder of another project, or None; `load_published`
+            in the same module, if there is one, loads it.
     """
 
     made: str
@@ -82,6 +83,37 @@ class Kind:
     exports: str = ""
     variants: str = ""
     published: str = ""
+
+    @classmethod
+    def of_heads(
+        cls,
+        package: str,
+        word: str,
+        drafter: str,
+        head: str,
+        training: str,
+        options: Mapping[str, str],
+        meaning: str,
+        widest: Mapping[str, str] | None = None,
+    ) -> Kind:
+        """A kind of trained heads in a package, of these names in its modules `drafter`, `module` and `training`.
+
+        Tables in `options`, `folders` and `variants` are called as the word, in capitals.
+        """
+        own = word.upper().replace("-", "_")
+        return cls(
+            f"{package}.drafter:{drafter}",
+            "DIR",
+            options,
+            meaning,
+            widest=widest or {},
+            head=f"{package}.module:{head}",
+            trains=f"{package}.options:{own}",
+            training=f"{package}.training:{training}",
+            exports=f"{package}.folders:{own}",
+            variants=f"{package}.variants:{own}",
+            published=f"{package}.folders:kind_in",
+        )
 
     def make(self, words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path] = ()) -> Drafter:
         """Make the drafter from a specification with checked options; members may be in `drafters_dir`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from truedraft.core import transfers
 from truedraft.core.budget import MOST_NODES, Budget, Hint
@@ -127,7 +126,7 @@ class Lookahead(CandidateDrafter):
         candidates: maximum number of proposed n-grams, and of kept ones per first token.
     """
 
-    name: ClassVar[str] = "lookahead"
+    name = "lookahead"
     features: Features | None = Features("tree", logits=True)
 
     def __init__(self, window: int = 2, ngram: int = 5, candidates: int = 2) -> None:
@@ -168,7 +167,9 @@ class Lookahead(CandidateDrafter):
             if state.window is None:
                 state.window = JacobiWindow(self._columns, self._ngram, request.tokens)
             whole, ends = merged_paths([*paths, *state.window.paths])
-            if _fits(whole, budget):
+            shape = whole.shape
+            narrow = max(map(len, shape.children)) <= budget.width
+            if narrow and len(shape) <= budget.nodes and shape.depth <= budget.depth:
                 tree, state.ends = whole, ends[len(paths) :]
                 state.root, state.nodes = request.tokens[-1], len(tree)
         return tree
@@ -178,8 +179,8 @@ class Lookahead(CandidateDrafter):
         if state.known != len(tokens):
             first = max(state.known - length + 1, 0)
             text = tokens[first:]
-            for ngram in _ngrams(text, length):
-                state.pool.add(ngram)
+            for start in range(len(text) - length + 1):
+                state.pool.add(text[start : start + length])
             state.known = len(tokens)
         return state.pool.after(tokens[-1])
 
@@ -201,13 +202,3 @@ class Lookahead(CandidateDrafter):
             assert state.window is not None
             for ngram in state.window.advance(state.root, [int(token) for token in tokens]):
                 state.pool.add(ngram)
-
-
-def _ngrams(text: Sequence[int], length: int) -> Iterable[Sequence[int]]:
-    return (text[start : start + length] for start in range(len(text) - length + 1))
-
-
-def _fits(tree: TokenTree, budget: Budget) -> bool:
-    shape = tree.shape
-    width = max(map(len, shape.children))
-    return len(shape) <= budget.nodes and shape.depth <= budget.depth and width <= budget.width

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -24,7 +23,7 @@ class Portfolio(Drafter):
     one is a portfolio.
     """
 
-    name: ClassVar[str] = "portfolio"
+    name = "portfolio"
     observes_lazily = True
 
     def __init__(self, members: Mapping[str, Drafter] | Sequence[Drafter]) -> None:

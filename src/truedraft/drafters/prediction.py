@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
@@ -38,7 +37,7 @@ class PredictionDrafter(_RequestDrafter):
     OpenAI's field `prediction`; a negligible-cost drafter (Leviathan et al. 2211.17192, section 3).
     """
 
-    name: ClassVar[str] = "prediction"
+    name = "prediction"
 
     def __init__(self, num_speculative_tokens: int = 32) -> None:
         super().__init__(num_speculative_tokens)
@@ -71,7 +70,7 @@ class FormDrafter(_RequestDrafter):
     Of several tokenizations it drafts the one that the answer used before, or else the tokenizer's.
     """
 
-    name: ClassVar[str] = "forced"
+    name = "forced"
 
     def serves(self, request: DraftRequest) -> bool:
         return request.shaping is not None and request.shaping.form is not None

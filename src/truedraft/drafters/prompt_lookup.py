@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree
@@ -23,7 +22,7 @@ class PromptLookup(CandidateDrafter):
     `OptionError` for an option out of range.
     """
 
-    name: ClassVar[str] = "prompt-lookup"
+    name = "prompt-lookup"
 
     def __init__(self, num_speculative_tokens: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise, Noise
@@ -40,7 +39,7 @@ class ReencodedDraft(Drafter):
         OptionError: an option is out of range.
     """
 
-    name: ClassVar[str] = "reencoded"
+    name = "reencoded"
     observes_lazily = True
 
     def __init__(self, model: LanguageModel, target: LanguageModel, num_speculative_tokens: int = 4) -> None:

@@ -162,8 +162,7 @@ def write_draft_ids(folder: Path, ids: Sequence[int]) -> None:
 def read_draft_ids(folder: Path, vocab_size: int, count: int | None = None) -> list[int] | None:
     """The first `count` of the recorded ids (all by default); None without a record, or with none left out.
 
-    Raises:
-        ModelError: they are not different ids of the vocabulary.
+    Raises `ModelError` if they are not different ids of the vocabulary.
     """
     if not (folder / IDS).is_file():
         return None
@@ -215,10 +214,7 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
 
     Args:
         model: a model's folder, which may hold drafters.
-        drafters_dir: folders that are drafters, or have drafters as subfolders.
-
-    Raises:
-        OptionError: such a folder does not exist.
+        drafters_dir: folders that are drafters, or have drafters as subfolders; `OptionError` if there is none.
     """
     found: dict[Path, TrainedDrafter] = {}
     for each in _everywhere(model, drafters_dir):
@@ -229,14 +225,11 @@ def list_drafters(model: str | None = None, drafters_dir: Iterable[str | Path] =
 def find_drafters(
     target: LanguageModel, drafters_dir: Iterable[str | Path] = (), tell: Callable[[str], None] = lambda sentence: None
 ) -> list[TrainedDrafter]:
-    """The trained drafters for a target's weights, by kind, the newest first.
+    """The trained drafters for a target's weights, by kind, the newest first; folders and errors of `list_drafters`.
 
     Args:
         target: its weights are read for its fingerprint if a drafter of fitting sizes has no sample of them.
         tell: called with a sentence if the fingerprint cannot be computed.
-
-    Raises:
-        OptionError: such a folder does not exist.
     """
     from truedraft.models.padding import unpadded_name
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from truedraft.core.budget import Budget, check_nodes
 from truedraft.core.noise import Noise
@@ -39,15 +37,12 @@ class SelfDraft(Drafter):
         CompositionError: the model has caches of its own.
     """
 
-    name: ClassVar[str] = "self"
+    name = "self"
     observes_lazily = True
+    kinds: frozenset[DrawKind] = frozenset({DrawKind.INDEPENDENT})
 
     def __init__(
-        self,
-        target: LanguageModel,
-        model: LanguageModel,
-        num_speculative_tokens: int = 4,
-        context: int | None = None,
+        self, target: LanguageModel, model: LanguageModel, num_speculative_tokens: int = 4, context: int | None = None
     ) -> None:
         check_nodes("num_speculative_tokens", num_speculative_tokens)
         self.limits = Budget(num_speculative_tokens, 1, num_speculative_tokens)
@@ -63,10 +58,6 @@ class SelfDraft(Drafter):
         copies = HeadCaches(model.pool, self._copies, 1 + num_speculative_tokens, context)
         self.held = Held(noted=[self._caches], in_target=True, heads=[] if context is None else [copies])
         self._target = target
-
-    @property
-    def kinds(self) -> frozenset[DrawKind]:
-        return frozenset({DrawKind.INDEPENDENT})
 
     def check(self, target: LanguageModel) -> None:
         """Raise `CompositionError` for a target that it was not made from."""
@@ -91,21 +82,15 @@ class SelfDraft(Drafter):
                 TreeBuilder(self._seen(request), request, cut, each, shape, self.model.device, uncommitted=1)
             )
         level = [builder for builder in builders if not builder.budget.is_zero]
+        last = chain_shape(1)
+        segments = [Segment(each.cache, torch.tensor(each.request.tokens[-1:]), last, (0,)) for each in level]
         with judged_if_it_fails(builders):
-            logits = self._forward_last(level) if level else None
-            while logits is not None:
-                level = draw_level(level, logits)
-                logits = self.model.forward([builder.segment() for builder in level]).logits if level else None
+            while level:
+                level = draw_level(level, self.model.forward(segments).logits)
+                segments = [builder.segment() for builder in level]
         for builder in builders:
             builder.cache.rollback(builder.cache.length)
         return [builder.proposal() for builder in builders]
-
-    def _forward_last(self, builders: Sequence[TreeBuilder]) -> Tensor:
-        last = [torch.tensor([builder.request.tokens[-1]]) for builder in builders]
-        shape = chain_shape(1)
-        return self.model.forward(
-            [Segment(builder.cache, token, shape, (0,)) for builder, token in zip(builders, last, strict=True)]
-        ).logits
 
     def _seen(self, request: DraftRequest) -> RequestCache:
         """The cache that it drafts in: the target's, or a bounded copy."""

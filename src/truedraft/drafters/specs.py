@@ -90,10 +90,8 @@ def draft_from_spec(
 ) -> DraftModel | None:
     """The draft model of a specification, for methods that need one, such as beam search; arguments as of `from_spec`.
 
-    `none` is None; `auto` is the newest one that was trained for the target, or None.
-
-    Raises:
-        OptionError: another kind of drafter, or options for other ways of drafting; other errors as of `from_spec`.
+    `none` is None; `auto` is the newest one that was trained for the target, or None. Raises `OptionError` for another
+    kind of drafter, or options for other ways of drafting; other errors as of `from_spec`.
     """
     with errors_about("drafter"):
         words = Words.parse("drafter", spec)
@@ -295,8 +293,7 @@ def _members(words: Words, example: str) -> list[Words]:
 def cascade(words: Words, target: LanguageModel, drafters_dir: Sequence[str | Path]) -> Drafter:
     """Make a cascade: each member from the second on verifies the tokens of the one before.
 
-    Raises:
-        TruedraftError: a member cannot be made, or they are incompatible.
+    Raises `TruedraftError` if a member cannot be made, or they are incompatible.
     """
     from truedraft.drafters.cascade import Cascade
 

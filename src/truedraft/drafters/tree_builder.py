@@ -245,11 +245,8 @@ class SiblingChains(TreeBuilder):
     count. That number depends on the tokens above the node, so it is known before the first is drawn.
 
     Worked example: three chains 5 7, 5 8 and 5 7 are node 0 = 5 with three draws at the root that all name it, and its
-    children 1 = 7, named by two of the three draws there, and 2 = 8.
-
-    Args:
-        request: sampled, without a seed.
-        budget: its width limits the number of chains.
+    children 1 = 7, named by two of the three draws there, and 2 = 8. The request is sampled, without a seed; a budget's
+    width limits the number of chains.
     """
 
     def __init__(
@@ -317,10 +314,8 @@ class LikeliestTree(ScoredTree):
 
     Worked example, two open nodes per level: the root proposes a with 0.6 and b with 0.3, a proposes c with 0.4 and d
     with 0.2, b proposes e with 0.9 and f with 0.1. The products are 0.24, 0.12, 0.27 and 0.03, so c and e are opened,
-    and the best four nodes are a, b, e and c.
-
-    Args:
-        budget: its width is the number of open nodes, and of tokens that each proposes.
+    and the best four nodes are a, b, e and c. A budget's width is the number of open nodes, and of tokens that each
+    proposes.
     """
 
     def __init__(self, cache: RequestCache, request: DraftRequest, budget: Budget) -> None:

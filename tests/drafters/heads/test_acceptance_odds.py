@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, OddsOfRequests, numbers_of, scores_for
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, Odds, numbers_of, scores_by
 from truedraft.errors import OptionError
 
 RAW = AcceptanceOdds.of([[0, 0, 0, 1, 0]])
@@ -51,22 +51,15 @@ def test_a_row_depends_on_itself_alone() -> None:
     assert all(torch.equal(FLAT(given[row : row + 1], 1)[0], together[row]) for row in range(37))
 
 
-def test_requests_of_several_kinds_get_what_each_gets_alone() -> None:
-    given, kinds = log_probs(4, 3), [FLAT, None, RAW, FLAT]
-    found = scores_for(kinds, given.device)(given, 2)
-    for row, kind in enumerate(kinds):
-        assert torch.equal(found[row], given[row] if kind is None else kind(given[row], 2))
-    assert scores_for([None, None], given.device)(given, 1) is given
-
-
 @pytest.mark.parametrize("shape", [(4, 3), (4,), (1, 8)], ids=["beams", "requests", "one"])
-def test_by_numbers_of_each_request_the_bits_are_the_same(shape: tuple[int, ...]) -> None:
-    """So what is recorded, which takes them as an input, chooses as what is not."""
+def test_requests_of_several_kinds_get_what_each_gets_alone(shape: tuple[int, ...]) -> None:
     kinds = [FLAT, None, RAW, FLAT][: shape[0]]
     for depth in (1, 2, 3):
         given = log_probs(*shape, seed=depth)
-        by_numbers = OddsOfRequests(torch.from_numpy(numbers_of(kinds, 3, 7)))
-        assert by_numbers(given, depth).equal(scores_for(kinds, given.device)(given, depth))
+        found = scores_by(numbers_of(kinds, 3, 7, given.device))(given, depth)
+        for row, kind in enumerate(kinds):
+            assert torch.equal(found[row], given[row] if kind is None else kind(given[row], depth))
+        assert scores_by(numbers_of([None, None], 3, 7, given.device))(given, depth) is given
 
 
 def test_all_depths_at_once() -> None:

@@ -15,9 +15,9 @@ from support.dflash2_reference import DFlash2Reference
 from support.eagle_reference import EagleReference, PEagleReference
 from support.layer_heads import (
     GREEDY,
-    Records,
     answers_of,
     as_transformers_runs_it,
+    noted,
     on_all_backends,
     plain_answers,
     random_head,
@@ -71,31 +71,11 @@ def head(name: str, **changes: Any) -> Any:
     return random_head(kind, replace(config, **changes))
 
 
-class Eagle(Records, Eagle3):
-    pass
-
-
-class Parallel(Records, PEagle):
-    pass
-
-
-class Flash(Records, DFlash):
-    pass
-
-
-class Flash2(Records, DFlash2):
-    pass
-
-
-class Spark(Records, DSpark):
-    pass
-
-
 def drafter(made: Any, **options: Any) -> Any:
     kinds: dict[Any, Any] = {
-        Eagle3Head: Eagle, PEagleHead: Parallel, DFlashHead: Flash, DSparkHead: Spark, DFlash2Head: Flash2,
+        Eagle3Head: Eagle3, PEagleHead: PEagle, DFlashHead: DFlash, DSparkHead: DSpark, DFlash2Head: DFlash2,
     }  # fmt: skip
-    return kinds[type(made)](made, **options)
+    return noted(kinds[type(made)])(made, **options)
 
 
 def page(made: Any) -> Any:

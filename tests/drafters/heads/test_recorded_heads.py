@@ -14,7 +14,7 @@ from torch import Tensor
 from support import fixed_noise
 from support.backends import fused_backend
 from support.head_models import SHARPENED, random_heads, random_redrafter
-from support.layer_heads import Records
+from support.layer_heads import Records, noted
 from support.recorded_heads import RecordedMedusa, RecordedRedrafter, StrictRecorder
 from support.tiny_models import stock
 from truedraft import Engine, SamplingParams
@@ -63,26 +63,10 @@ def redrafter(kind: type[Redrafter], model: LanguageModel) -> Redrafter:
 
 
 MAKERS: dict[str, Callable[[bool, LanguageModel], Any]] = {
-    "medusa": lambda recorded, model: medusa(NotedRecordedMedusa if recorded else NotedMedusa, model),
-    "fixed trees": lambda recorded, model: medusa(NotedRecordedMedusa if recorded else NotedMedusa, model, fixed=True),
-    "beams": lambda recorded, model: redrafter(NotedRecordedRedrafter if recorded else NotedRedrafter, model),
+    "medusa": lambda recorded, model: medusa(noted(RecordedMedusa if recorded else Medusa), model),
+    "fixed trees": lambda recorded, model: medusa(noted(RecordedMedusa if recorded else Medusa), model, fixed=True),
+    "beams": lambda recorded, model: redrafter(noted(RecordedRedrafter if recorded else Redrafter), model),
 }
-
-
-class NotedMedusa(Records, Medusa):
-    pass
-
-
-class NotedRecordedMedusa(Records, RecordedMedusa):
-    pass
-
-
-class NotedRedrafter(Records, Redrafter):
-    pass
-
-
-class NotedRecordedRedrafter(Records, RecordedRedrafter):
-    pass
 
 
 def run(make: Callable[[bool, LanguageModel], Any], recorded: bool, params: Sequence[SamplingParams]) -> Any:
@@ -134,12 +118,7 @@ def test_calls_that_are_recorded_are_counted_and_then_no_more(kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    "step",
-    [
-        lambda x: (x[x > 0],),
-        lambda x: (x * float(x.sum()),),
-        lambda x: (x + torch.tensor([1.0]),),
-    ],
+    "step", [lambda x: (x[x > 0],), lambda x: (x * float(x.sum()),), lambda x: (x + torch.tensor([1.0]),)]
 )
 def test_what_a_graph_cannot_hold_is_noticed(step: Callable[[Tensor], Outputs]) -> None:
     function = RecordedFunction(step, StrictRecorder())

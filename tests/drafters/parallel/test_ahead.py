@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from truedraft.core.tree import chain_shape
 from truedraft.drafters import Drafter, DraftModel, DraftRequest, ParallelDraft, PromptLookup
 from truedraft.drafters.parallel.ahead import Call
 from truedraft.drafters.portfolio import Portfolio
-from truedraft.engine import Answer
 from truedraft.engine.policy import Controller, FixedBudget, Goodput
 from truedraft.errors import OptionError
 from truedraft.models.backends.native.build import built
@@ -33,36 +33,36 @@ WAYS = {**EVERY_WAY, "nucleus": replace(EVERY_WAY["sampled"], top_p=0.9, top_k=4
 GREEDY, SAMPLED = WAYS["greedy"], WAYS["sampled"]
 
 
-class Watched:
-    """A drafter whose proposals are kept.
+def told(drafter: Drafter) -> tuple[Drafter, list[tuple[Any, ...]]]:
+    """A twin of a drafter, and what it proposes: lengths of texts, tokens, draws and distributions."""
+    proposals: list[tuple[Any, ...]] = []
 
-    Args:
-        drafter: is not changed.
-    """
+    def propose(batch: Sequence[DraftRequest], *asked: Any) -> list[Proposal]:
+        made = drafter.propose(batch, *asked)
+        for request, each in zip(batch, made, strict=True):
+            probs = None if each.probs is None else each.probs.tolist()
+            proposals.append((len(request.tokens), each.tree.host_ids, each.draws, probs))
+        return made
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.proposals: list[tuple[int, list[int], torch.Tensor | None, object]] = []
-
-        def propose(
-            batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[object]
-        ) -> list[Proposal]:
-            made = drafter.propose(batch, budgets, noise)  # type: ignore[arg-type]
-            for request, each in zip(batch, made, strict=True):
-                self.proposals.append((len(request.tokens), each.tree.host_ids, each.probs, each.draws))
-            return made
-
-        self.drafter = altered(drafter, propose=propose)
+    return altered(drafter, propose=propose), proposals
 
 
-def alike(left: Watched, right: Watched) -> bool:
-    """Whether two drafters proposed the same, distributions bit for bit."""
-    assert len(left.proposals) == len(right.proposals) > 0
-    for one, other in zip(left.proposals, right.proposals, strict=True):
-        if (one[0], one[1], one[3]) != (other[0], other[1], other[3]) or (one[2] is None) != (other[2] is None):
-            return False
-        if one[2] is not None and other[2] is not None and not torch.equal(one[2], other[2]):
-            return False
-    return True
+def assert_alike(
+    target: LanguageModel,
+    alone: DraftModel,
+    ahead: ParallelDraft,
+    prompts: Sequence[list[int]],
+    params: Any,
+    controller: Callable[[], Any] = lambda: "fixed",
+) -> list[tuple[Any, ...]]:
+    """Answers, counts and proposals are those of the draft alone, distributions bit for bit; returns the proposals."""
+    found = []
+    for drafter in (alone, ahead):
+        twin, proposals = told(drafter)
+        answers = Engine(target, twin, controller=controller(), entropy=3).generate(prompts, params)
+        found.append((list(map(seen, answers)), proposals))
+    assert found[0] == found[1] and found[0][1]
+    return found[0][1]
 
 
 def hit_rate(drafter: ParallelDraft) -> float:
@@ -81,14 +81,9 @@ DRAFTS: dict[str, Callable[[MarkovModel], MarkovModel]] = {
 def test_proposals_answers_and_counts_are_those_of_the_draft_alone(way: str, draft: str) -> None:
     """Ragged batches, every kind of draws; distributions bit for bit."""
     target = markov(1)
-    alone = Watched(DraftModel(DRAFTS[draft](target), 3))
     ahead, _ = beside(DRAFTS[draft](target), 3)
-    watched = Watched(ahead)
-    prompts, params = TEXTS, [replace(WAYS[way], max_tokens=20 + 7 * i) for i in range(len(TEXTS))]
-    plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate(prompts, params)
-    answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, params)
-    assert list(map(seen, answers)) == list(map(seen, plain))
-    assert alike(alone, watched)
+    params = [replace(WAYS[way], max_tokens=20 + 7 * i) for i in range(len(TEXTS))]
+    assert_alike(target, DraftModel(DRAFTS[draft](target), 3), ahead, TEXTS, params)
     assert not ahead.held.requests and not ahead.held.n_bytes
 
 
@@ -108,14 +103,9 @@ def test_a_llama_drafts_ahead_bit_for_bit_what_it_drafts_in_turn(way: str, kind:
         target, draft = native_target("native"), native_target("native")
     else:
         target, draft = noisy("llama", 0.02), packed("llama", dtype=torch.bfloat16)
-    prompts = [list(prompt) for prompt in PROMPTS]
-    alone, (ahead, _) = Watched(DraftModel(draft, 4)), beside(draft, 4)
-    watched = Watched(ahead)
     params = WAYS[way] if WAYS[way].greedy else replace(WAYS[way], temperature=0.3)  # so that the likeliest comes
-    plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate(prompts, params)
-    answers = Engine(target, watched.drafter, controller="fixed", entropy=3).generate(prompts, params)
-    assert list(map(seen, answers)) == list(map(seen, plain))
-    assert alike(alone, watched)
+    ahead, _ = beside(draft, 4)
+    assert_alike(target, DraftModel(draft, 4), ahead, [list(prompt) for prompt in PROMPTS], params)
     assert hit_rate(ahead) > 0.05
 
 
@@ -133,26 +123,19 @@ def test_budgets_that_change_cut_or_miss_and_never_change_a_proposal(
     way: str, controller: Callable[[], Controller]
 ) -> None:
     target = markov(2, 3.0)
-    alone, (ahead, _) = Watched(DraftModel(target, 4)), beside(target, 4)
-    watched = Watched(ahead)
-    plain = Engine(target, alone.drafter, controller=controller(), entropy=3).generate([3, 1, 4], WAYS[way])
-    answer = Engine(target, watched.drafter, controller=controller(), entropy=3).generate([3, 1, 4], WAYS[way])
-    assert seen(answer) == seen(plain) and alike(alone, watched)
+    ahead, _ = beside(target, 4)
+    assert_alike(target, DraftModel(target, 4), ahead, [[3, 1, 4]], WAYS[way], controller)
     assert 0.0 < hit_rate(ahead) < 1.0
 
 
 def test_a_draft_with_a_least_probability_of_its_own() -> None:
     target = markov(1, 3.0)
-    alone = Watched(DraftModel(near(target), 4, min_probability=0.5))
     ahead, _ = beside(near(target), 4, min_probability=0.5)
-    watched = Watched(ahead)
+    lengths = set()
     for params in (GREEDY, SAMPLED):
-        plain = Engine(target, alone.drafter, controller="fixed", entropy=3).generate([3, 1, 4], params)
-        assert seen(Engine(target, watched.drafter, controller="fixed", entropy=3).generate([3, 1, 4], params)) == seen(
-            plain
-        )
-    assert alike(alone, watched) and hit_rate(ahead) > 0.0
-    assert len({len(tokens) for _, tokens, *_ in watched.proposals}) > 2  # they stop at several lengths
+        alone = DraftModel(near(target), 4, min_probability=0.5)
+        lengths |= {len(tokens) for _, tokens, *_ in assert_alike(target, alone, ahead, [[3, 1, 4]], params)}
+    assert hit_rate(ahead) > 0.0 and len(lengths) > 2, "they stop at several lengths"
 
 
 # ------------------------------------------------------------------------------------------ what it knows of texts
@@ -293,14 +276,13 @@ def test_noise_of_another_kind_is_drawn_with_here() -> None:
 
 
 def test_a_member_of_a_portfolio_draws_with_its_own_noise() -> None:
-    target = markov(1)
-
-    def answers(draft: Drafter) -> list[Answer]:
-        drafter = Portfolio([PromptLookup(min_ngram=1), draft])
-        return Engine(target, drafter, controller="in-turn", entropy=3).generate(TEXTS, SAMPLED)
-
     ahead, _ = beside(markov(2), 3)
-    assert list(map(seen, answers(ahead))) == list(map(seen, answers(DraftModel(markov(2), 3))))
+    found = []
+    for draft in (DraftModel(markov(2), 3), ahead):
+        drafter = Portfolio([PromptLookup(min_ngram=1), draft])
+        answers = Engine(markov(1), drafter, controller="in-turn", entropy=3).generate(TEXTS, SAMPLED)
+        found.append(list(map(seen, answers)))
+    assert found[0] == found[1]
     assert ahead.report["proposals"] > 20
 
 

@@ -217,8 +217,7 @@ print(process.pid, flush=True)
 
 
 @pytest.mark.parametrize(
-    "end",
-    ["os.kill(os.getpid(), signal.SIGKILL)", pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow)],
+    "end", ["os.kill(os.getpid(), signal.SIGKILL)", pytest.param("raise KeyboardInterrupt", marks=pytest.mark.slow)]
 )
 def test_it_ends_with_the_process_that_it_serves(end: str) -> None:
     """Which needs no guard of its main module, for nothing of it is imported there."""

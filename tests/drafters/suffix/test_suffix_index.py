@@ -34,21 +34,18 @@ def searched(stored: Sequence[int], kept: int, ending: Sequence[int]) -> list[tu
     return found
 
 
-def test_the_latest_of_two_places_comes_first() -> None:
+def test_the_latest_of_two_places_comes_first_and_no_ending_matches_across_texts() -> None:
     index = SuffixIndex(1)
     index.add([5, 6, 7, 5, 6, 8])
     found = index.find([5, 6], 3)
     assert (found.lengths, found.following) == ([2, 2], [[8, END, END], [7, 5, 6]])
     assert index.find([6, 5], 3).lengths == []
     assert index.find([6], 3).lengths == [], "too short"
-
-
-def test_no_ending_matches_across_texts() -> None:
     index = SuffixIndex(1)
     index.add([1, 2, 3], ends=True)
     index.add([4, 5, 6], ends=True)
     assert index.find([2, 3], 2).lengths == [], "nothing followed"
-    assert index.find([3, 4], 2).lengths == []
+    assert index.find([3, 4], 2).lengths == [], "across texts"
     assert index.find([4, 5], 2).following == [[6, END]]
     assert len(index) == 8, "with an end behind each text"
 

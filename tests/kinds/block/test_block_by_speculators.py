@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from support.speculators import module_of, with_random_weights
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.kinds.block.folders import write_speculators_folder
 from truedraft.kinds.block.module import BlockHead, DFlashHead, DSparkHead
 
@@ -121,7 +122,7 @@ def test_it_drafts_what_their_own_forward_drafts(
         assert logits.argmax(-1).equal(expected[anchor, first:].argmax(-1))
         if accepted is not None:
             torch.testing.assert_close(accepted, said[anchor, first:], rtol=1e-4, atol=1e-4)  # type: ignore[index]
-    write_speculators_folder(head, tmp_path / "ours", target="org/target")
+    write_speculators_folder(head, tmp_path / "ours", ExportTarget("org/target", None))
     monkeypatch.setattr(type(model), "load_verifier_weights", lambda self: None)  # there is no target to fetch
     again = type(model).from_pretrained(str(tmp_path / "ours"))
     own, known = again.state_dict(), model.state_dict()

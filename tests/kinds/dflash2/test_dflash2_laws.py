@@ -6,8 +6,6 @@ rule judges each against the target. Distributions of drafts are float32, so the
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from engine.test_form_law import NoTwins, table_forms
+from support.drawn_trees import emitted_distance
 from support.layer_heads import random_head
 from support.tiny_models import build
 from truedraft import Engine, SamplingParams
@@ -25,19 +24,16 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import Structured
 from truedraft.core.probs import probs_from_logits
-from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.proposal import Proposal
 from truedraft.core.shaping import Shaping
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import tree_builder
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.drafters.draws import Drawing, OpenNode
 from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
 from truedraft.models.huggingface import HuggingFaceModel
-from truedraft.verification.rule import DrawnToken, JudgedRow
-from truedraft.verification.speculative import SpeculativeSampling
 
 VOCAB, PROMPT, DEPTH = 4, [1, 0, 2, 1], 2
 CONFIG = DFlash2Config(
@@ -72,35 +68,6 @@ def drafter(candidates: int = 3, **options: Any) -> DFlash2:
     return found
 
 
-class Script(Drawing):
-    """Draws what a script says, and notes how probable that was and how many choices there were.
-
-    `stored` changes the distributions that are stored, not those that are drawn from.
-    """
-
-    def __init__(self, choices: Sequence[int], kind: DrawKind, stored: Any) -> None:
-        self.kind, self.choices, self.stored = kind, list(choices), stored
-        self.counts: list[int] = []
-        self.probability = 1.0
-
-    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
-        probs = probs_from_logits(logits, params)
-        assert ((probs > 0.0).sum(-1) <= 3).all(), "among the candidates"
-        tokens = torch.full((len(nodes), max(node.width for node in nodes)), VOCAB)
-        for row, q, node in zip(tokens, probs.double(), nodes, strict=True):
-            q = q / q.sum()
-            ids = q.nonzero().flatten().tolist()
-            orders = list(itertools.permutations(ids, min(node.width, len(ids))))
-            place = self.choices[len(self.counts)] if len(self.counts) < len(self.choices) else 0
-            self.counts.append(len(orders))
-            left = 1.0
-            for token in orders[place]:
-                self.probability *= float(q[token]) / left
-                left -= float(q[token])
-            row[: len(orders[place])] = torch.tensor(orders[place])
-        return tokens, self.stored(probs)
-
-
 def request_of(params: SamplingParams) -> DraftRequest:
     form = NoTwins(PROMPT, len(PROMPT)) if params.structured else None
     return DraftRequest(0, params, PROMPT, Shaping(params, PROMPT, len(PROMPT), (), (), VOCAB, form))
@@ -118,70 +85,27 @@ def proposed(drafts: DFlash2, request: DraftRequest) -> Proposal:
     return found
 
 
-def all_trees(
-    drafts: DFlash2, request: DraftRequest, patch: pytest.MonkeyPatch, stored: Any
-) -> Iterator[tuple[float, Proposal]]:
-    """Every tree that can be drawn, with the probability of its tokens."""
-    (kind,) = drafts.kinds
-    choices: list[int] | None = []
-    while choices is not None:
-        script = Script(choices, kind, stored)
-        patch.setattr(tree_builder, "drawing_for", lambda params, width, script=script: script)
-        proposal = proposed(drafts, request)
-        yield script.probability, proposal
-        choices = [*choices, *[0] * (len(script.counts) - len(choices))]
-        while choices and choices[-1] + 1 == script.counts[len(choices) - 1]:
-            choices.pop()
-        choices = [*choices[:-1], choices[-1] + 1] if choices else None
-
-
-def law_of_target(request: DraftRequest) -> dict[tuple[int, ...], Tensor]:
-    """The target's distribution `[vocab]`, float64, after each path."""
-    model, found = target(), {}
-    for length in range(DEPTH + 1):
-        for path in itertools.product(range(VOCAB), repeat=length):
-            ids = torch.tensor([*PROMPT, *path])
-            segment = Segment(model.new_cache(), ids, chain_shape(len(ids)), [len(ids) - 1])
-            assert request.shaping is not None
-            shaped = request.shaping.of_paths(model.forward([segment]).logits.double(), [path])
-            found[path] = probs_from_logits(shaped, request.params)[0]
-    return found
-
-
-def emitted(proposal: Proposal, law: dict[tuple[int, ...], Tensor]) -> dict[tuple[int, ...], float]:
-    """The distribution of the first tokens when the rule judges a proposal against the target."""
-    found: dict[tuple[int, ...], float] = {}
-    rule, ids = SpeculativeSampling(), proposal.tree.host_ids
-
-    def walk(row: int, path: tuple[int, ...], reach: float) -> None:
-        if len(path) == DEPTH + 1:
-            found[path] = found.get(path, 0.0) + reach
-            return
-        draws = proposal.draws[row] if row >= 0 else ()
-        assert proposal.probs is not None
-        drawn = [DrawnToken(ids[own.child], own.dist, proposal.probs[own.dist].double(), own.kind) for own in draws]
-        for outcome in rule.outcomes([JudgedRow(law[path], tuple(drawn))]):
-            below = [own.child for own in draws if outcome.accepted and ids[own.child] == outcome.tokens[0]]
-            walk(below[0] + 1 if below else -1, (*path, *outcome.tokens), reach * outcome.probability)
-
-    walk(0, (), 1.0)
-    return found
-
-
-def distance(params: SamplingParams, shape: Any, patch: pytest.MonkeyPatch, stored: Any = lambda probs: probs) -> float:
+def apart(params: SamplingParams, shape: Any, patch: pytest.MonkeyPatch, stored: Any = lambda probs: probs) -> float:
     """Total variation between what is emitted and the target's distribution of as many tokens."""
     drafts, request = drafter(**shape), request_of(params)
-    law, total, weight = law_of_target(request), dict[tuple[int, ...], float](), 0.0
-    for probability, proposal in all_trees(drafts, request, patch, stored):
-        weight += probability
-        for path, reach in emitted(proposal, law).items():
-            total[path] = total.get(path, 0.0) + probability * reach
-    assert weight == pytest.approx(1.0, abs=1e-9)
-    apart = 0.0
-    for path in itertools.product(range(VOCAB), repeat=DEPTH + 1):
-        exact = float(torch.stack([law[path[:place]][token] for place, token in enumerate(path)]).prod())
-        apart += abs(exact - total.get(path, 0.0)) / 2
-    return apart
+    (kind,) = drafts.kinds
+
+    @cache
+    def law(path: tuple[int, ...]) -> Tensor:
+        ids, shaping = torch.tensor([*PROMPT, *path]), request.shaping
+        segment = Segment(target().new_cache(), ids, chain_shape(len(ids)), [len(ids) - 1])
+        assert shaping is not None
+        shaped = shaping.of_paths(target().forward([segment]).logits.double(), [path])
+        return probs_from_logits(shaped, params)[0]
+
+    def among_candidates(probs: Tensor) -> Tensor:
+        assert ((probs > 0.0).sum(-1) <= 3).all()
+        kept: Tensor = stored(probs)
+        return kept
+
+    return emitted_distance(
+        lambda: proposed(drafts, request), tree_builder, kind, law, DEPTH + 1, patch, among_candidates
+    )
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": (2, 2)}], ids=["chain", "tree"])
@@ -192,7 +116,7 @@ def test_what_is_emitted_has_the_targets_distribution(
     name: str, temperature: float, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=temperature, **OPTIONS[name])
-    assert distance(params, shape, monkeypatch) < ROUNDING
+    assert apart(params, shape, monkeypatch) < ROUNDING
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": (2, 2)}], ids=["chain", "tree"])
@@ -200,7 +124,7 @@ def test_what_is_emitted_has_the_targets_distribution(
 def test_distributions_of_other_nodes_would_bend_it(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every node of a depth drew from one distribution, whichever token is before it."""
     params = SamplingParams(temperature=1.0)
-    assert distance(params, shape, monkeypatch, lambda probs: probs.mean(0).expand_as(probs).flip(-1)) > 0.01
+    assert apart(params, shape, monkeypatch, lambda probs: probs.mean(0).expand_as(probs).flip(-1)) > 0.01
 
 
 @torch.inference_mode()

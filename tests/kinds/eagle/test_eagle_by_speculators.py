@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from support.eagle_reference import random_eagle
 from support.speculators import module_of, with_random_weights
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.kinds.eagle.folders import write_speculators_folder
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 
@@ -112,7 +113,7 @@ def test_they_load_what_is_written_here_and_draft_the_same(
             head = random_eagle(replace(sizes, own_embedding=False))
             made.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
             made.load_state_dict(head.state_dict(), strict=False)
-        write_speculators_folder(head, tmp_path / "head", target=str(tmp_path / "target"), family="LlamaForCausalLM")
+        write_speculators_folder(head, tmp_path / "head", ExportTarget(str(tmp_path / "target"), target.config))
         config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "head")
         config.transformer_layer_config._attn_implementation = "eager"
         model = theirs.Eagle3DraftModel.from_pretrained(tmp_path / "head", config=config).eval()
@@ -151,8 +152,8 @@ def test_masks_give_what_their_own_forward_gives(theirs: Any, tmp_path: Path) ->
     )  # fmt: skip
     head, generator, length = random_eagle(sizes, PEagleHead), torch.Generator().manual_seed(2), 16
     assert isinstance(head, PEagleHead)
-    target_in(tmp_path / "target")
-    write_speculators_folder(head, tmp_path / "head", target=str(tmp_path / "target"), family="LlamaForCausalLM")
+    target = target_in(tmp_path / "target")
+    write_speculators_folder(head, tmp_path / "head", ExportTarget(str(tmp_path / "target"), target.config))
     config = PEagleSpeculatorConfig.from_pretrained(tmp_path / "head")
     config.transformer_layer_config._attn_implementation = "eager"
     model = core.PEagleDraftModel.from_pretrained(tmp_path / "head", config=config).eval()

@@ -17,13 +17,7 @@ from truedraft.core.top_k import TopK
 from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import Calibration, tree_curves
 from truedraft.errors import CompositionError, ModelError, OptionError
-from truedraft.kinds.medusa.guess_trees import (
-    MOST_CHOSEN_NODES,
-    MOST_RANKS,
-    GuessTrees,
-    fixed_trees,
-    trees_for,
-)
+from truedraft.kinds.medusa.guess_trees import MOST_CHOSEN_NODES, MOST_RANKS, GuessTrees, fixed_trees, trees_for
 
 TREE = RankTree(((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)), (0.5, 0.3, 0.2, 0.15, 0.1, 0.05))
 STAR = RankTree(((0,), (1,), (2,), (3,)))

@@ -202,11 +202,14 @@ def test_nothing_to_count_or_to_look_up() -> None:
         Trace(torch.zeros(3, dtype=torch.int64), torch.zeros(2, WIDTH))
     with pytest.raises(OptionError, match="0 nodes or more"):
         most_frequent({(0,): 0.5}, -1)
+    with pytest.raises(OptionError, match="1 or more"):
+        replay_likeliest(guesses(), most=0)
     table = random_table(length=100)
     for tree in (RankTree.cartesian((1, 1, 1, 1)), RankTree.cartesian((5,))):
         with pytest.raises(OptionError, match="counted were 3 heads and 4 ranks"):
             table.replay(tree)
-    assert math.isnan(table_of([]).replay(RankTree(())).mean_acceptance_length(0))
+    for nothing in (table_of([]).replay(RankTree(())), replay_likeliest(guesses([]))):
+        assert math.isnan(nothing.mean_acceptance_length(0))
     assert table.replay(RankTree(())).mean_acceptance_length(0) == 1.0
 
 
@@ -269,12 +272,6 @@ def test_the_points_are_kept_with_the_heads_and_sized_by() -> None:
     facts = json.loads(json.dumps({"trees": {"greedy": counted.as_dict()}}))
     curve = GuessTrees(HEADS, tree_curves(facts, HEADS)).acceptance_curve(SamplingParams())
     assert curve is not None and curve.tokens(8) >= replay.mean_acceptance_length(8) > curve.tokens(1)
-
-
-def test_nothing_to_look_at() -> None:
-    assert math.isnan(replay_likeliest(guesses([])).mean_acceptance_length(4))
-    with pytest.raises(OptionError, match="1 or more"):
-        replay_likeliest(guesses(), most=0)
 
 
 def test_ranks_of_true_tokens() -> None:

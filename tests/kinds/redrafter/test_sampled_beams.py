@@ -7,27 +7,25 @@ the rule emits must be the target's, to rounding: cutting by score may not look 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.drawn_trees import emitted_distance
 from truedraft.core.budget import Budget
 from truedraft.core.noise import KeyedNoise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import Child, Drawing, OpenNode
+from truedraft.drafters.draws import Child
 from truedraft.kinds.redrafter import sampled_beams as sampled_beams
 from truedraft.kinds.redrafter.beams import BeamTrees
 from truedraft.kinds.redrafter.sampled_beams import SampledBeams
 from truedraft.verification.coupled import CoupledSampling
-from truedraft.verification.rule import DrawnToken, JudgedRow
-from truedraft.verification.speculative import SpeculativeSampling
 
 VOCAB, LENGTH = 3, 2
 SAMPLED = SamplingParams(temperature=1.0)
@@ -61,56 +59,6 @@ class PathRunner:
         return torch.stack([dist("q", path) for path in state.tolist()]).log()
 
 
-class Script(Drawing):
-    """Draws what a script says, without replacement, and notes how probable it was and what else there was."""
-
-    kind = DrawKind.WITHOUT_REPLACEMENT
-
-    def __init__(self, choices: Sequence[int]) -> None:
-        self.choices = list(choices)
-        self.taken: list[int] = []
-        self.probability = 1.0
-
-    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor | None]:
-        probs = torch.softmax(logits, dim=-1)
-        width = min(max(node.width for node in nodes), VOCAB)
-        tokens = torch.full((len(nodes), width), VOCAB)
-        for row, q, node in zip(tokens, probs, nodes, strict=True):
-            orders = list(itertools.permutations(range(VOCAB), min(node.width, VOCAB)))
-            place = self.choices[len(self.taken)] if len(self.taken) < len(self.choices) else 0
-            self.taken.append(place)
-            left = 1.0
-            for token in orders[place]:
-                self.probability *= float(q[token]) / left
-                left -= float(q[token])
-            row[: len(orders[place])] = torch.tensor(orders[place])
-        return tokens, probs
-
-
-def all_trees(
-    noise: KeyedNoise, beams: int, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[float, Proposal]]:
-    """Every tree that can be drawn, with the probability of its tokens."""
-    orders = {width: len(list(itertools.permutations(range(VOCAB), min(width, VOCAB)))) for width in range(1, 5)}
-    most = max(orders.values())
-    choices: list[int] | None = []
-    while choices is not None:
-        script = Script(choices)
-        monkeypatch.setattr(sampled_beams, "drawing_for", lambda params, width, script=script: script)
-        try:
-            proposal = propose(noise, beams, nodes)
-        except IndexError:
-            proposal = None  # a place beyond the orders of a node: the next choice before it
-        if proposal is not None:
-            yield script.probability, proposal
-        choices = script.taken
-        while choices and choices[-1] + 1 >= most:
-            choices.pop()
-        if proposal is None and choices == script.taken:
-            choices.pop()
-        choices = [*choices[:-1], choices[-1] + 1] if choices else None
-
-
 def propose(noise: KeyedNoise, beams: int, nodes: int, params: SamplingParams = SAMPLED) -> Proposal:
     request = DraftRequest(0, params, [0])
     made = SampledBeams(BeamTrees(PathRunner(), LENGTH, None), beams, LENGTH).propose(  # type: ignore[arg-type]
@@ -119,50 +67,16 @@ def propose(noise: KeyedNoise, beams: int, nodes: int, params: SamplingParams = 
     return made[0]
 
 
-def emitted(proposal: Proposal) -> dict[tuple[int, ...], float]:
-    """The distribution of the first LENGTH + 1 tokens when the rule judges a proposal against the target."""
-    found: dict[tuple[int, ...], float] = {}
-    rule = SpeculativeSampling()
-
-    def walk(row: int, path: tuple[int, ...], reach: float) -> None:
-        if len(path) == LENGTH + 1:
-            found[path] = found.get(path, 0.0) + reach
-            return
-        p = dist("p", path)
-        draws = []
-        if row >= 0:
-            assert proposal.probs is not None or not proposal.draws[row]
-            for draw in proposal.draws[row]:
-                token = proposal.tree.host_ids[draw.child]
-                draws.append(DrawnToken(token, draw.dist, proposal.probs[draw.dist], draw.kind))  # type: ignore[index]
-        for outcome in rule.outcomes([JudgedRow(p, tuple(draws))]):
-            child = -1
-            if outcome.accepted:
-                ids = proposal.tree.host_ids
-                child = next(draw.child for draw in proposal.draws[row] if ids[draw.child] == outcome.tokens[0]) + 1
-            walk(child, (*path, *outcome.tokens), reach * outcome.probability)
-
-    walk(0, (), 1.0)
-    return found
-
-
-def distance(noise: KeyedNoise, beams: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def apart(noise: KeyedNoise, beams: int, nodes: int, patch: pytest.MonkeyPatch) -> float:
     """Total variation between what is emitted and the target's distribution of as many tokens."""
-    total: dict[tuple[int, ...], float] = {}
-    weight = 0.0
-    for probability, proposal in all_trees(noise, beams, nodes, monkeypatch):
+
+    def proposed() -> Proposal:
+        proposal = propose(noise, beams, nodes)
         proposal.check()
-        weight += probability
-        for path, reach in emitted(proposal).items():
-            total[path] = total.get(path, 0.0) + probability * reach
-    assert weight == pytest.approx(1.0, abs=1e-9)
-    apart = 0.0
-    for path in itertools.product(range(VOCAB), repeat=LENGTH + 1):
-        p = 1.0
-        for place, token in enumerate(path):
-            p *= float(dist("p", path[:place])[token])
-        apart += abs(p - total.get(path, 0.0)) / 2
-    return apart
+        return proposal
+
+    kind = DrawKind.WITHOUT_REPLACEMENT
+    return emitted_distance(proposed, sampled_beams, kind, lambda path: dist("p", path), LENGTH + 1, patch)
 
 
 @pytest.mark.parametrize(("beams", "nodes"), [(1, 9), (2, 9), (2, 3), (3, 9), (3, 4)])
@@ -170,7 +84,7 @@ def test_whatever_the_scores_the_emitted_distribution_is_the_targets(
     beams: int, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(3):
-        assert distance(KeyedNoise(seed, 0, 0), beams, nodes, monkeypatch) < EXACT
+        assert apart(KeyedNoise(seed, 0, 0), beams, nodes, monkeypatch) < EXACT
 
 
 def test_cutting_by_probability_would_bend_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +98,10 @@ def test_cutting_by_probability_would_bend_it(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(sampled_beams, "_perturbed_scores", by_probability)
     monkeypatch.setattr(sampled_beams, "_DRAWS", 2)
-    assert distance(KeyedNoise(0, 0, 0), 2, 2, monkeypatch) > 0.01
+    assert apart(KeyedNoise(0, 0, 0), 2, 2, monkeypatch) > 0.01
 
 
-def test_scores_fall_along_paths_and_among_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_fall_along_paths_and_among_siblings() -> None:
     for seed in range(50):
         proposal = propose(KeyedNoise(seed, 0, 0), 3, 9)
         proposal.check()

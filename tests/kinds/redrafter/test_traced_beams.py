@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 
 import pytest
@@ -172,4 +173,4 @@ def test_answers_without_a_second_token_promise_nothing() -> None:
     long = traces_of(target(), PROMPTS, Engine(target()).generate(PROMPTS, SamplingParams(max_tokens=9)))
     mixed = promises_for([*short, *long, *short])
     assert mixed == promises_for(long)
-    assert len(json.dumps([each.as_dict() for each in mixed], allow_nan=False)) > 100
+    assert len(json.dumps(list(map(asdict, mixed)), allow_nan=False)) > 100

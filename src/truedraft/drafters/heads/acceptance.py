@@ -126,45 +126,34 @@ Scores: TypeAlias = Callable[[Tensor, int], Tensor]
 """Maps log probabilities `[requests, ..., ranks]` of guesses and their depth to scores of paths."""
 
 
-def scores_for(requests: Sequence[AcceptanceOdds | None], device: torch.device) -> Scores:
-    """Scores of the paths of requests: survival, or log probabilities if a request has no odds."""
-    different = list(dict.fromkeys(requests))
-    if len(different) == 1:
-        return different[0] or as_they_are
-    which = transfers.upload([different.index(each) for each in requests], device)
-    rows = torch.arange(len(requests), device=device)
-
-    def score(log_probs: Tensor, depth: int) -> Tensor:
-        return torch.stack([(each or as_they_are)(log_probs, depth) for each in different])[which, rows]
-
-    return score
-
-
 def as_they_are(log_probs: Tensor, depth: int) -> Tensor:
     """Scores without calibration."""
     return log_probs
 
 
-class OddsOfRequests:
-    """`Scores` from the numbers of `numbers_of`, which may change between replays of a recorded graph."""
+def scores_by(numbers: Tensor) -> Scores:
+    """Survival of the paths of requests, or log probabilities if a request has no odds, from `numbers_of`.
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
+    The numbers may change between replays of a recorded graph.
+    """
 
-    def __call__(self, log_probs: Tensor, depth: int) -> Tensor:
-        own = self._numbers[:, depth - 1]
+    def score(log_probs: Tensor, depth: int) -> Tensor:
+        own = numbers[:, depth - 1]
         own = own.view(len(own), *[1] * (log_probs.dim() - 2), -1)
         return torch.where(own[..., :1] > 0.0, _survival(log_probs, own[..., 1:]), log_probs)
 
-
-def numbers_of(requests: Sequence[AcceptanceOdds | None], depths: int, ranks: int) -> NDArray[np.float32]:
-    """Input of `OddsOfRequests`: 1 if a request has odds, else 0, and its numbers at each depth."""
-    of_each = {
-        odds: np.zeros((depths, 2 + 2 * ranks), np.float32) if odds is None else _with_odds(odds, depths, ranks)
-        for odds in dict.fromkeys(requests)
-    }
-    return np.stack([of_each[odds] for odds in requests])
+    return score if numbers.numel() else as_they_are
 
 
-def _with_odds(odds: AcceptanceOdds, depths: int, ranks: int) -> NDArray[np.float32]:
+def numbers_of(requests: Sequence[AcceptanceOdds | None], depths: int, ranks: int, device: torch.device) -> Tensor:
+    """Input of `scores_by`: 1 if a request has odds, else 0, and its numbers at each depth; nothing if none has any."""
+    if not any(requests):
+        return torch.empty(len(requests), 0, device=device)
+    return transfers.upload(np.stack([_with_odds(odds, depths, ranks) for odds in requests]), device)
+
+
+@lru_cache(maxsize=256)
+def _with_odds(odds: AcceptanceOdds | None, depths: int, ranks: int) -> NDArray[np.float32]:
+    if odds is None:
+        return np.zeros((depths, 2 + 2 * ranks), np.float32)
     return np.pad(_numbers(odds, depths, ranks, _HOST).numpy(), ((0, 0), (1, 0)), constant_values=1.0)

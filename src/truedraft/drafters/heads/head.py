@@ -11,7 +11,8 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
@@ -181,7 +182,9 @@ class Head(nn.Module, ABC):
 
         `ids_in_d2t`: read ids, not offsets, as in damaged folders. Raises `ModelError` for unsupported files.
         """
-        return None
+        module = KINDS[cls.kind].published.partition(":")[0] if cls.kind in KINDS else ""
+        load = getattr(import_module(module), "load_published", None) if module else None
+        return None if load is None else load(path, cls, ids_in_d2t=ids_in_d2t)
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
@@ -206,7 +209,11 @@ class Head(nn.Module, ABC):
         cls._refuse_other_kinds(about, path)
         try:
             # Older folders lack newer fields, which have defaults.
-            given = {each.name: about[each.name] for each in fields(cls.sizes) if each.name in about or _required(each)}
+            given = {
+                each.name: about[each.name]
+                for each in fields(cls.sizes)
+                if each.name in about or each.default is MISSING
+            }
             config = cls.sizes(**given)
             name, known = str(about["target"]["name"]), about["target"]["fingerprint"]
             fingerprint = None if known is None else str(known)  # published heads have none
@@ -308,10 +315,6 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + functional.silu(self.linear(x))
-
-
-def _required(each: Field[Any]) -> bool:
-    return each.default is MISSING
 
 
 def _in(dtype: torch.dtype, weight: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from truedraft.drafters.exporting import ExportTarget
 from truedraft.drafters.heads.head import (
     FETCH_AGAIN,
     HeadRecord,
@@ -35,11 +36,15 @@ _SIZES = {
     "vocab_size": "vocab_size",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_Head = TypeVar("_Head", bound=LayerHead)
 
 
-def named_kind(path: Path, kinds: Sequence[type[LayerHead]]) -> type[LayerHead] | None:
+def kind_named(path: Path, kinds: Sequence[type[LayerHead]]) -> str | None:
     """The kind of head that a folder's config.json names; None if it names none of `kinds`."""
+    found = _named(path, kinds)
+    return None if found is None else found.kind
+
+
+def _named(path: Path, kinds: Sequence[type[LayerHead]]) -> type[LayerHead] | None:
     record = object_of(path / CONFIG)
     word, names = record.get(SPECULATORS), record.get("architectures")
     names = names if isinstance(names, list) else []
@@ -51,13 +56,13 @@ def named_kind(path: Path, kinds: Sequence[type[LayerHead]]) -> type[LayerHead] 
 
 def load_layer_folder(
     path: Path,
-    kind: type[_Head],
+    kind: type[LayerHead],
     kinds: Sequence[type[LayerHead]],
     sizes: Callable[[Mapping[str, Any], Mapping[str, Tensor]], LayerConfig],
     renamed: Callable[[str], str] = str,
     *,
-    ids_in_d2t: bool = False,
-) -> _Head | None:
+    ids_in_d2t: bool,
+) -> LayerHead | None:
     """Load a head of another project; None if the folder names none of `kinds`.
 
     Args:
@@ -69,7 +74,7 @@ def load_layer_folder(
         ModelNotFoundError: there are no weights.
         ModelError: a file is damaged, it holds a head of another kind, or the weights do not match config.json.
     """
-    found = named_kind(path, kinds)
+    found = _named(path, kinds)
     if found is None:
         return None
     if found is not kind:
@@ -209,14 +214,14 @@ def speculators_record(word: str, reach: int, target: str, family: str) -> dict[
 
 
 def write_speculators(
-    head: LayerHead, folder: Path, layers: Mapping[str, Any], more: Mapping[str, Any], *, target: str, family: str
+    head: LayerHead, folder: Path, layers: Mapping[str, Any], more: Mapping[str, Any], target: ExportTarget
 ) -> None:
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights; raises `ModelError` if that fails.
 
-    `layers` is the configuration of its layers (`layer_record`); target and class as of `speculators_record`.
+    `layers` is the configuration of its layers (`layer_record`).
     """
     word, architecture = head.speculators
-    about = speculators_record(word, head.reach, target, family) | {
+    about = speculators_record(word, head.reach, target.name, target.family) | {
         "architectures": [architecture],
         "draft_vocab_size": head.config.draft_vocab or head.config.vocab_size,
         "transformer_layer_config": layers,

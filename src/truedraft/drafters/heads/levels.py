@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter, trees_of
 from truedraft.drafters.heads.head import Head
+from truedraft.drafters.heads.layers import LayerConfig
 from truedraft.drafters.heads.texts import HeadTexts, LayerText
 from truedraft.drafters.held import HeadCaches, Held
 from truedraft.drafters.tree_builder import (
@@ -36,7 +37,7 @@ from truedraft.drafters.tree_builder import (
     judged_if_it_fails,
 )
 from truedraft.errors import CompositionError, OptionError
-from truedraft.models.backends.graphs.heads import ChosenChains, Grow, LikeliestNodes
+from truedraft.models.backends.graphs.heads import ChosenChains, GraphBlocks, GraphPairs, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.cache import CachePool, RequestCache, bounded
@@ -45,24 +46,31 @@ BEAMS = 8
 UNRECORDED_WINDOWS = "its windows are too short for that, or keep first tokens, or hide later rows of a block"
 
 
-class LevelRunner(Protocol):
+class LevelRunner:
     """A head in the dtype and on the device of a target.
 
-    `pool` gives the requests' caches, `warmups` the number of forwards slower than later ones of their shape.
-
     Attributes:
+        pool: of the requests' caches.
         token_bytes: bytes of one token's keys and values.
-        records: whether a whole draft is one recorded graph.
+        graphs: a whole draft as one recorded graph; None: nothing is recorded.
     """
 
-    device: torch.device
-    pool: CachePool
-    token_bytes: int
-    layers: int
-    records: bool
+    layers: int = 1
+    graphs: GraphPairs | GraphBlocks | None = None
+
+    def __init__(self, config: LayerConfig, target: LanguageModel, graphs: GraphPairs | GraphBlocks | None) -> None:
+        self.device, self.layers, self.graphs = target.device, config.decoders, graphs
+        self.pool = CachePool(config.most_positions) if graphs is None else graphs.pool
+        self.token_bytes = 2 * config.kv_heads * config.head * self.layers * target.dtype.itemsize
 
     @property
-    def warmups(self) -> int: ...
+    def records(self) -> bool:
+        return self.graphs is not None
+
+    @property
+    def warmups(self) -> int:
+        """Number of forwards slower than later ones of their shape."""
+        return 0 if self.graphs is None else self.graphs.warmups
 
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -199,9 +207,9 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
     def with_head(self, head: HeadT) -> Self:
         other = super().with_head(head)
         other._shared = other._new_texts()
-        own = self.held
-        other.held = Held([], [other._texts], own.request_bytes, own.token_bytes, other._held_tokens)
-        other.held.heads, other.held.shared = other._heads(), [other._shared]
+        other.held = replace(
+            self.held, noted=[other._texts], tokens=other._held_tokens, heads=other._heads(), shared=[other._shared]
+        )
         return other
 
     def take(self, head: HeadT) -> None:

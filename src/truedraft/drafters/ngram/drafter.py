@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class NgramDrafter(CandidateDrafter):
     `order` is that of the longest n-grams to read, drafted token included; None is the table's.
     """
 
-    name: ClassVar[str] = "ngram"
+    name = "ngram"
 
     def __init__(
         self, table: NgramTable, num_speculative_tokens: int = 4, nodes: int = 7, order: int | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from truedraft.core.budget import Budget, Hint
 from truedraft.core.noise import KeyedNoise, Noise
@@ -25,12 +24,10 @@ class ParallelDraft(Drafter):
     Proposals are the same as those of `draft`; only the time differs. `draft` itself serves requests with
     context-dependent logits options, with pictures or sounds, or with noise that is not a `KeyedNoise`, and all
     requests after the process ended, with a warning. Raises `OptionError` if `draft` makes trees.
-
-    Args:
-        worker: drafts in the other process, with the same model and options.
+    `worker` drafts in the other process, with the same model and options.
     """
 
-    name: ClassVar[str] = "draft"
+    name = "draft"
     observes_lazily = True
 
     def __init__(self, draft: DraftModel, worker: DraftProcess) -> None:

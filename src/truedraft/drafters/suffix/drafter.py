@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
 
 from truedraft.core.budget import NOTHING_FOUND, Budget, Hint, check_nodes
 from truedraft.core.tree import TokenTree, likeliest_tree
@@ -29,14 +28,11 @@ class SuffixDrafter(CandidateDrafter):
     """Drafts what followed the longest earlier occurrence of a text's ending, as a tree weighted by counts.
 
     SuffixDecoding (2411.04975): positions in the text and in earlier answers of the scope count alike. A position's
-    weight depends on its match's length; the tree has the branches with the largest sums. Raises `OptionError` for an
-    option out of range.
-
-    Args:
-        store: of finished texts; None makes one of a million tokens.
+    weight depends on its match's length; the tree has the branches with the largest sums. `store` has finished texts;
+    None makes one of a million tokens. Raises `OptionError` for an option out of range.
     """
 
-    name: ClassVar[str] = "suffix"
+    name = "suffix"
 
     def __init__(self, store: SuffixStore | None = None, num_speculative_tokens: int = 12, nodes: int = 24) -> None:
         for option, value in (("num_speculative_tokens", num_speculative_tokens), ("nodes", nodes)):

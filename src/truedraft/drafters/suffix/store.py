@@ -138,8 +138,7 @@ class SuffixStore:
 class SuffixFile:
     """Texts on disk, in a file that is created if missing; with twice `most` tokens it loses its oldest texts.
 
-    Raises:
-        OptionError: it is not such a file, has another version or tokenizer, or cannot be read or created.
+    Raises `OptionError` if it is not such a file, has another version or tokenizer, or cannot be read or created.
     """
 
     def __init__(self, path: Path, tokenizer: str, most: int) -> None:

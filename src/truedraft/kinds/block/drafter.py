@@ -10,14 +10,14 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.drafters.heads.layers import bits_for, copied, packed
-from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDrafter, Tree
+from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead
 from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring
 from truedraft.models.backends.graphs.heads import GraphBlocks, Grow
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
 from truedraft.models.base import LanguageModel
-from truedraft.models.cache import FIRST, CachePool, RequestCache
+from truedraft.models.cache import FIRST, RequestCache
 from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
@@ -25,13 +25,15 @@ BlockT = TypeVar("BlockT", bound=BlockHead)
 _READ_ROWS = 512  # of a text per forward
 
 
-class BlockRunner:
-    """A block drafter with copied weights in the dtype and on the device of a target; `LevelRunner` has its attributes.
+class BlockRunner(LevelRunner):
+    """A block drafter with copied weights.
 
     Args:
         recorder: makes its recorded graphs; None: nothing is recorded.
         before: of the same sizes and target; its pages are reused.
     """
+
+    graphs: GraphBlocks | None
 
     def __init__(
         self,
@@ -40,29 +42,18 @@ class BlockRunner:
         recorder: Recorder | None = None,
         before: BlockRunner | None = None,
     ) -> None:
-        own = copied(head, target)
+        own, config = copied(head, target), head.config
         self.head = packed(own, bits_for(own))
-        self._target = target
-        self._scoring = Scoring(head.config.head**-0.5)
-        self._table = self.head.rotary(self.head.norm.weight)
-        self.device = target.device
-        self._graphs: GraphBlocks | None = None
+        self._target, like = target, self.head.norm.weight
+        self._scoring = Scoring(config.head**-0.5)
+        self._table = self.head.rotary(like)
+        graphs = None
         if recorder is not None:
-            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
-        self.records = self._graphs is not None
-        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
-        self.layers = head.config.depth
-        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
-
-    def _recorded(self, recorder: Recorder, before: GraphBlocks | None) -> GraphBlocks:
-        config, like = self.head.config, self.head.norm.weight
-        sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
-        block, patterns, most = config.block, config.patterns, config.most_positions
-        return GraphBlocks(self, self._table, block, patterns, sizes, width, like, most, recorder, before)
-
-    @property
-    def warmups(self) -> int:
-        return 0 if self._graphs is None else self._graphs.warmups
+            sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
+            block, patterns, most = config.block, config.patterns, config.most_positions
+            reused = None if before is None else before.graphs
+            graphs = GraphBlocks(self, self._table, block, patterns, sizes, width, like, most, recorder, reused)
+        super().__init__(config, target, graphs)
 
     def context_keys(self, vectors: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
@@ -77,31 +68,17 @@ class BlockRunner:
         return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size], leaving.state
 
     @torch.inference_mode()
-    def run_trees(
-        self,
-        caches: Sequence[RequestCache],
-        vectors: Sequence[Tensor],
-        anchors: Sequence[int],
-        levels: int,
-        beams: int,
-        grow: Grow,
-        numbers: Sequence[Tensor],
-    ) -> Outputs:
-        assert self._graphs is not None
-        return self._graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
-
-    @torch.inference_mode()
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Outputs:
-        if self._graphs is not None:
-            return self._graphs.run(caches, vectors, anchors)
+        if self.graphs is not None:
+            return self.graphs.run(caches, vectors, anchors)
         self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
         return self.draft(caches, transfers.upload(anchors, self.device))
 
     @torch.inference_mode()
     def read_rows(self, cache: RequestCache, vectors: Tensor) -> None:
         """`read` of one text's next hidden states `[rows, layers * width]`, in parts."""
-        if self._graphs is not None:
-            self._graphs.read(cache, vectors)
+        if self.graphs is not None:
+            self.graphs.read(cache, vectors)
             return
         for part in vectors.split(_READ_ROWS):
             self.read([cache], [part.chunk(self.head.config.merged, dim=-1)])
@@ -196,13 +173,16 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
         self._running[0].read_rows(cache, vectors)
 
+    @torch.inference_mode()
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
         vectors = [self._shared.unread(tree.request) for tree in trees]
         caches = [self._texts[tree.request.id].cache for tree in trees]
         anchors = [tree.request.tokens[-1] for tree in trees]
-        return self._running[0].run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
+        graphs = self._running[0].graphs
+        assert graphs is not None
+        return graphs.run_trees(caches, vectors, anchors, levels, beams, grow, numbers)
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         runner = self._running[0]
@@ -261,7 +241,7 @@ def _open_tokens(level: Sequence[Tree], device: torch.device) -> tuple[Tensor, l
 class DFlash(BlockDrafter[DFlashHead]):
     """Drafts with a DFlash head (arXiv 2602.06036)."""
 
-    name: ClassVar[str] = "dflash"
+    name = "dflash"
 
 
 class DSpark(BlockDrafter[DSparkHead]):
@@ -273,7 +253,7 @@ class DSpark(BlockDrafter[DSparkHead]):
         min_acceptance: draw no token with a smaller probability of being reached and accepted, by the confidence head.
     """
 
-    name: ClassVar[str] = "dspark"
+    name = "dspark"
 
     def __init__(
         self,

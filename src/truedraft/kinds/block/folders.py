@@ -10,8 +10,9 @@ transformers normalizes the last layer's output, so a head that reads it is refu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +21,13 @@ from truedraft.drafters.heads.head import write_published
 from truedraft.drafters.heads.layer_folders import (
     SPECULATORS,
     flat_record,
+    kind_named,
     layer_record,
     layer_sizes,
     load_layer_folder,
-    named_kind,
     write_speculators,
 )
+from truedraft.drafters.heads.layers import LayerHead
 from truedraft.errors import ModelError, OptionError
 from truedraft.kinds.block.module import BlockConfig, BlockHead, DFlashHead, DSparkHead
 
@@ -44,16 +46,10 @@ _OF_DFLASH2 = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None,
     "selector_rank": None,
 }  # fmt: skip
-_Block = TypeVar("_Block", bound=BlockHead)
+kind_in = partial(kind_named, kinds=_HEADS)
 
 
-def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder; None if there is none."""
-    found = named_kind(path, _HEADS)
-    return None if found is None else found.kind
-
-
-def load_block_folder(path: Path, kind: type[_Block], *, ids_in_d2t: bool = False) -> _Block | None:
+def load_published(path: Path, kind: type[BlockHead], *, ids_in_d2t: bool = False) -> LayerHead | None:
     """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> BlockConfig:
@@ -125,7 +121,7 @@ def _layers(named: Mapping[str, Any], nested: bool) -> tuple[int, ...]:
     return layers
 
 
-def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -> None:
+def write_dflash_folder(head: DFlashHead, folder: Path, target: ExportTarget) -> None:
     """Write a head with the target's LM head as z-lab's DFlash reads it, in the dtype of its weights.
 
     Raises `ModelError` for unsupported heads, or if writing fails.
@@ -137,10 +133,10 @@ def write_dflash_folder(head: DFlashHead, folder: Path, *, target_layers: int) -
             "masks guess their own tokens; write this one as speculators and vLLM read it: --for vllm"
         )
     inner = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}
-    write_flat(head, folder, target_layers, {"dflash_config": inner | causal_record(config)})
+    write_flat(head, folder, target, {"dflash_config": inner | causal_record(config)})
 
 
-def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -> None:
+def write_dspark_folder(head: DSparkHead, folder: Path, target: ExportTarget) -> None:
     """Write a head with its own embedding and full LM head as DeepSpec reads it, in the dtype of its weights.
 
     Raises `ModelError` for unsupported heads, or if writing fails.
@@ -152,10 +148,10 @@ def write_dspark_folder(head: DSparkHead, folder: Path, *, target_layers: int) -
             "guesses; write this one as speculators and vLLM read it: --for vllm"
         )
     about = {"mask_token_id": config.mask_id, "target_layer_ids": list(config.layers), "num_anchors": 512}
-    write_flat(head, folder, target_layers, _markov_record(config) | about | causal_record(config))
+    write_flat(head, folder, target, _markov_record(config) | about | causal_record(config))
 
 
-def write_flat(head: BlockHead, folder: Path, target_layers: int, about: Mapping[str, Any]) -> None:
+def write_flat(head: BlockHead, folder: Path, target: ExportTarget, about: Mapping[str, Any]) -> None:
     """Write a head with further entries of its config.json; raises `ModelError` if writing fails."""
     config = head.config
     record = {
@@ -163,13 +159,13 @@ def write_flat(head: BlockHead, folder: Path, target_layers: int, about: Mapping
         **_attention(config),
         "architectures": [head.architectures[0]],
         "block_size": config.block,
-        "num_target_layers": target_layers,
+        "num_target_layers": target.layers,
     }
     write_published(folder, head.state_dict(), {**record, **about})
 
 
 def write_speculators_folder(
-    head: BlockHead, folder: Path, *, target: str = "", family: str = "", more: Mapping[str, Any] | None = None
+    head: BlockHead, folder: Path, target: ExportTarget, more: Mapping[str, Any] | None = None
 ) -> None:
     """Write a head as `speculators` and vLLM read it, in the dtype of its weights.
 
@@ -177,7 +173,6 @@ def write_speculators_folder(
 
     Args:
         head: with its own LM head exactly if its vocabulary is reduced.
-        family: the target's class, such as "LlamaForCausalLM".
         more: further entries of config.json.
     """
     config = head.config
@@ -196,7 +191,7 @@ def write_speculators_folder(
         **(more or {}),
     }
     layers = layer_record(config, config.depth, _FAMILY) | _attention(config)
-    write_speculators(head, folder, layers, about, target=target, family=family)
+    write_speculators(head, folder, layers, about, target)
 
 
 def _attention(config: BlockConfig) -> dict[str, Any]:
@@ -222,35 +217,23 @@ _VANILLA = {"markov_kind": "vanilla"}
 _OTHERWISE = "SGLang reads one that has copies of embedding and LM head; or train one: truedraft train dspark"
 
 
-def _speculators(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_speculators_folder(head, folder, target=target.name, family=target.family)
-
-
-def _deepspec(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_dspark_folder(head, folder, target_layers=target.layers)
-
-
 def _either(head: Any, folder: Path, target: ExportTarget) -> None:
-    (_deepspec if head.config.own_embedding else _speculators)(head, folder, target)
-
-
-def _flat(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_dflash_folder(head, folder, target_layers=target.layers)
+    (write_dspark_folder if head.config.own_embedding else write_speculators_folder)(head, folder, target)
 
 
 DFLASH = Exports(
     {
-        "vllm": Way("dflash", _speculators),
-        "sglang": Way(SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _flat),
-        "llamacpp": Way(LLAMACPP.format("draft-dflash"), _flat),
-        "speculators": Way("", _speculators),
+        "vllm": Way("dflash", write_speculators_folder),
+        "sglang": Way(SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", write_dflash_folder),
+        "llamacpp": Way(LLAMACPP.format("draft-dflash"), write_dflash_folder),
+        "speculators": Way("", write_speculators_folder),
     }
 )
 DSPARK = Exports(
     {
         "vllm": Way("dspark", _either, _VANILLA, otherwise=_OTHERWISE),
-        "sglang": Way(SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", _deepspec),
+        "sglang": Way(SGLANG.format("DSPARK") + "--speculative-dspark-block-size K", write_dspark_folder),
         "llamacpp": Way(LLAMACPP.format("draft-dspark"), _either, _VANILLA, otherwise=_OTHERWISE),
-        "speculators": Way("", _speculators),
+        "speculators": Way("", write_speculators_folder),
     }
 )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +109,8 @@ class MarkovHead(nn.Module):
     def forward(self, before: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Input of W2 at rows, and their next state, `[rows, markov]` each.
 
-        Args:
-            before: `[rows, markov]`: W1's entries of the token before each.
-            x: `[rows, width]`: input of the LM head.
-            state: of the row before, zeros at first.
+        `before`, `[rows, markov]`, are W1's entries of the token before each; `x`, `[rows, width]`, enters the LM head;
+        `state` is that of the row before, zeros at first.
         """
         return before, state
 
@@ -175,16 +172,10 @@ class BlockHead(LayerHead):
     The embeddings of the anchor and of masks attend to it and to each other, in both directions.
     """
 
-    place_word: ClassVar[str] = "slot"
-    sizes: ClassVar[type[Any]] = BlockConfig
+    place_word = "slot"
+    sizes = BlockConfig
     layer: ClassVar[type[DecoderLayer]] = DecoderLayer
     config: BlockConfig
-
-    @classmethod
-    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.block.folders import load_block_folder
-
-        return load_block_folder(path, cls, ids_in_d2t=ids_in_d2t)
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -260,18 +251,18 @@ class BlockHead(LayerHead):
 class DFlashHead(BlockHead):
     """A block drafter as in DFlash (arXiv 2602.06036)."""
 
-    kind: ClassVar[str] = "dflash"
-    noun: ClassVar[str] = "a DFlash head"
-    plural: ClassVar[str] = "DFlash heads"
-    speculators: ClassVar[tuple[str, str]] = "dflash", "DFlashSpeculator"
-    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
+    kind = "dflash"
+    noun = "a DFlash head"
+    plural = "DFlash heads"
+    speculators = "dflash", "DFlashSpeculator"
+    architectures = ("DFlashDraftModel",)
 
 
 class DSparkHead(BlockHead):
     """A block drafter as in DSpark (arXiv 2607.05147)."""
 
-    kind: ClassVar[str] = "dspark"
-    noun: ClassVar[str] = "a DSpark head"
-    plural: ClassVar[str] = "DSpark heads"
-    speculators: ClassVar[tuple[str, str]] = "dspark", "DSparkSpeculator"
-    architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel", "DSparkDraftModel")
+    kind = "dspark"
+    noun = "a DSpark head"
+    plural = "DSpark heads"
+    speculators = "dspark", "DSparkSpeculator"
+    architectures = ("Qwen3DSparkModel", "DSparkDraftModel")

@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.kinds.block.drafter import DFlash, DSpark
 from truedraft.kinds.block.module import Attend, BlockConfig, BlockHead, DFlashHead, DSparkHead, Leaving
 from truedraft.kinds.block.options import BlockRunOptions, BlockSizeOptions, DSparkRunOptions, DSparkSizeOptions
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_whole
 from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
 from truedraft.training.optimizer import MixedOptimizer
 from truedraft.training.texts.self_distillation import WrittenAnswer
-
-if TYPE_CHECKING:
-    from truedraft.drafters.heads.head import Head
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
 
 _AT_ONCE = 256  # blocks of a text with scores in memory
 
@@ -32,7 +28,7 @@ _AT_ONCE = 256  # blocks of a text with scores in memory
 class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig):
     """Configuration of a training of a block drafter; raises `OptionError` for a value out of its range."""
 
-    decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"depth", "anchors"}
+    decisive = ChainTrainingConfig.decisive | {"depth", "anchors"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +46,8 @@ class BlockTrainingConfig(BlockSizeOptions, BlockRunOptions, ChainTrainingConfig
 class DFlashTrainingConfig(BlockTrainingConfig):
     """Configuration of a training of a DFlash head; raises `OptionError` for a value out of its range."""
 
-    head: ClassVar[type[Head]] = DFlashHead
-    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = DFlash
+    head = DFlashHead
+    drafter = DFlash
 
     def sizes(self, width: int, vocab_size: int) -> BlockConfig:
         entries = self.entries(width, vocab_size)
@@ -62,9 +58,9 @@ class DFlashTrainingConfig(BlockTrainingConfig):
 class DSparkTrainingConfig(DSparkSizeOptions, DSparkRunOptions, BlockTrainingConfig):
     """Configuration of a training of a DSpark head; raises `OptionError` for a value out of its range."""
 
-    head: ClassVar[type[Head]] = DSparkHead
-    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = DSpark
-    decisive: ClassVar[frozenset[str]] = BlockTrainingConfig.decisive | {"markov", "markov_kind"}
+    head = DSparkHead
+    drafter = DSpark
+    decisive = BlockTrainingConfig.decisive | {"markov", "markov_kind"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

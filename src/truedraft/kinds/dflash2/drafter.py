@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,8 +46,8 @@ class DFlash2(BlockDrafter[DFlash2Head]):
     A token is drawn among its slot's candidates, from their distribution after the token drawn before it.
     """
 
-    name: ClassVar[str] = "dflash2"
-    runs: ClassVar[type[BlockRunner]] = DFlash2Runner
+    name = "dflash2"
+    runs = DFlash2Runner
 
     def _runner_for(self, target: LanguageModel) -> BlockRunner:
         config, logits = self.head.config, torch.linspace(-64.0, 64.0, 9)

@@ -7,13 +7,15 @@ vLLM, SGLang and llama.cpp read; `speculators` has the same entries at the top, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from truedraft.drafters.exporting import LLAMACPP, SGLANG, Exports, ExportTarget, Way
-from truedraft.drafters.heads.layer_folders import load_layer_folder, named_kind
+from truedraft.drafters.heads.layer_folders import kind_named, load_layer_folder
+from truedraft.drafters.heads.layers import LayerHead
 from truedraft.errors import ModelError
 from truedraft.kinds.block.folders import block_sizes, causal_record, named_in, write_flat, write_speculators_folder
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
@@ -30,17 +32,11 @@ _FACTORS = {
     "output_multiplier": ("factor", 1.0),
     "final_logit_softcapping": ("cap", None),
 }
-_DFlash2 = TypeVar("_DFlash2", bound=DFlash2Head)
+kind_in = partial(kind_named, kinds=_HEADS)
 
 
-def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder; None if there is none."""
-    found = named_kind(path, _HEADS)
-    return None if found is None else found.kind
-
-
-def load_dflash2_folder(path: Path, kind: type[_DFlash2]) -> _DFlash2 | None:
-    """Load a head; result and errors as of `load_layer_folder`."""
+def load_published(path: Path, kind: type[DFlash2Head], *, ids_in_d2t: bool = False) -> LayerHead | None:
+    """Load a head; result and errors as of `load_layer_folder`. It has all ids, so none in `d2t`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DFlash2Config:
         named = named_in(record, {})
@@ -48,27 +44,23 @@ def load_dflash2_folder(path: Path, kind: type[_DFlash2]) -> _DFlash2 | None:
         own |= {ours: named.get(theirs) or usual for theirs, (ours, usual) in _FACTORS.items()}
         return DFlash2Config(**block_sizes(record, named, weights), **own)
 
-    return load_layer_folder(path, kind, _HEADS, sizes)
+    return load_layer_folder(path, kind, _HEADS, sizes, ids_in_d2t=ids_in_d2t)
 
 
-def write_dflash2_folder(head: DFlash2Head, folder: Path, *, target_layers: int) -> None:
+def write_dflash2_folder(head: DFlash2Head, folder: Path, target: ExportTarget) -> None:
     """Write a head with the target's LM head as z-lab publishes them, in the dtype of its weights.
 
     Raises `ModelError` for unsupported heads, or if writing fails.
     """
     config = _usual(head)
     inner = {"block_size": config.block, "mask_token_id": config.mask_id, "target_layer_ids": list(config.layers)}
-    write_flat(
-        head,
-        folder,
-        target_layers,
-        {"is_causal": False, "dflash_config": inner | _record(config) | causal_record(config)},
-    )
+    about = {"is_causal": False, "dflash_config": inner | _record(config) | causal_record(config)}
+    write_flat(head, folder, target, about)
 
 
-def write_speculators(head: DFlash2Head, folder: Path, *, target: str = "", family: str = "") -> None:
+def write_speculators(head: DFlash2Head, folder: Path, target: ExportTarget) -> None:
     """Write a head as `speculators` reads it; arguments and errors as of `write_speculators_folder`."""
-    write_speculators_folder(head, folder, target=target, family=family, more=_record(_usual(head)))
+    write_speculators_folder(head, folder, target, _record(_usual(head)))
 
 
 def _usual(head: DFlash2Head) -> DFlash2Config:
@@ -86,19 +78,11 @@ def _record(config: DFlash2Config) -> dict[str, Any]:
     return {theirs: getattr(config, ours) for theirs, ours in {**_NAMES, **given}.items()}
 
 
-def _flat(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_dflash2_folder(head, folder, target_layers=target.layers)
-
-
-def _nested(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_speculators(head, folder, target=target.name, family=target.family)
-
-
-EXPORTS = Exports(
+DFLASH2 = Exports(
     {
-        "vllm": Way("dflash", _flat),
-        "sglang": Way(SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", _flat),
-        "llamacpp": Way(LLAMACPP.format("draft-dflash"), _flat),
-        "speculators": Way("", _nested),
+        "vllm": Way("dflash", write_dflash2_folder),
+        "sglang": Way(SGLANG.format("DFLASH") + "--speculative-num-draft-tokens K+1", write_dflash2_folder),
+        "llamacpp": Way(LLAMACPP.format("draft-dflash"), write_dflash2_folder),
+        "speculators": Way("", write_speculators),
     }
 )

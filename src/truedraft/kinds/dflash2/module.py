@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class DFlash2Config(BlockConfig):
     """
 
     noun = "a DFlash 2 head"
-    counts: ClassVar[tuple[str, ...]] = (*BlockConfig.counts, "taps", "group", "rank", "candidates")
+    counts = (*BlockConfig.counts, "taps", "group", "rank", "candidates")
 
     taps: int = 2
     group: int = 16
@@ -143,20 +142,14 @@ class CandidateSelector(nn.Module):
 class DFlash2Head(BlockHead):
     """A block drafter as in DFlash 2."""
 
-    kind: ClassVar[str] = "dflash2"
-    noun: ClassVar[str] = "a DFlash 2 head"
-    plural: ClassVar[str] = "DFlash 2 heads"
-    speculators: ClassVar[tuple[str, str]] = "dflash2", "DFlash2DraftModel"
-    architectures: ClassVar[tuple[str, ...]] = ("DFlash2DraftModel",)
-    sizes: ClassVar[type[Any]] = DFlash2Config
-    layer: ClassVar[type[DecoderLayer]] = ConvolvedLayer
+    kind = "dflash2"
+    noun = "a DFlash 2 head"
+    plural = "DFlash 2 heads"
+    speculators = "dflash2", "DFlash2DraftModel"
+    architectures = ("DFlash2DraftModel",)
+    sizes = DFlash2Config
+    layer = ConvolvedLayer
     config: DFlash2Config
-
-    @classmethod
-    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.dflash2.folders import load_dflash2_folder
-
-        return load_dflash2_folder(path, cls)
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from truedraft.drafters.heads.levels import LevelDrafter
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import BlockHead, Leaving
 from truedraft.kinds.block.training import Blocks, BlockTrainingConfig
 from truedraft.kinds.dflash2.drafter import DFlash2
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.kinds.dflash2.options import DFlash2RunOptions, DFlash2SizeOptions
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_whole
 from truedraft.training.chains import UnrolledStep
 from truedraft.training.losses import DistillationLoss, distill
-
-if TYPE_CHECKING:
-    from truedraft.drafters.heads.head import Head
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
 
 _SIZES = ("taps", "group", "rank", "candidates")
 
@@ -32,9 +28,9 @@ _SIZES = ("taps", "group", "rank", "candidates")
 class DFlash2TrainingConfig(DFlash2SizeOptions, DFlash2RunOptions, BlockTrainingConfig):
     """Configuration of a training of a DFlash 2 head; raises `OptionError` for a value out of its range."""
 
-    head: ClassVar[type[Head]] = DFlash2Head
-    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = DFlash2
-    decisive: ClassVar[frozenset[str]] = BlockTrainingConfig.decisive | {*_SIZES, "selector_weight", "selector_teaches"}
+    head = DFlash2Head
+    drafter = DFlash2
+    decisive = BlockTrainingConfig.decisive | {*_SIZES, "selector_weight", "selector_teaches"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -58,4 +58,4 @@ _OWN = (
             lambda _: "train the selector again, or draft without: set successor_codebook to 0",
             another_head(without_selector)),
 )  # fmt: skip
-VARIANTS = Examined("a DFlash 2 head", DFlash2, (*_OWN, *BLOCK), DFlash2Head)
+DFLASH2 = Examined("a DFlash 2 head", DFlash2, (*_OWN, *BLOCK), DFlash2Head)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,31 +27,35 @@ from truedraft.models.backends.graphs.heads import GraphPairs, Grow
 from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS, Outputs, Recorder
 from truedraft.models.backends.native.backend import NativePairs
 from truedraft.models.base import LanguageModel, Segment
-from truedraft.models.cache import CachePool, RequestCache
+from truedraft.models.cache import RequestCache
 from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
 
 
-class PairRunner(LevelRunner, Protocol):
+class PairRunner(LevelRunner, ABC):
     """A head that reads pairs of hidden states and tokens, as it runs with a target."""
 
-    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]: ...
-    def run_trees(
-        self,
-        segments: Sequence[Segment],
-        vectors: Tensor,
-        levels: int,
-        beams: int,
-        grow: Grow,
-        numbers: Sequence[Tensor],
-    ) -> Outputs: ...
+    graphs: GraphPairs | None
+
+    @abstractmethod
+    def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
+        """Read pairs of hidden states and tokens; caches store their keys and values.
+
+        Args:
+            vectors: hidden state before each token: this method's output, `[total, width]`, or, if `observed`, the
+                target's layers concatenated, `[total, layers * width]`.
+
+        Returns:
+            The replacement of the target's hidden states at the required rows, `[rows, width]`, and logits `[rows,
+            guessed]`, at most the target's ids.
+        """
 
 
 HeadT = TypeVar("HeadT", bound=Head)
 PairRunnerT = TypeVar("PairRunnerT", bound=PairRunner)
 
 
-class Eagle3Runner:
-    """An EAGLE-3 head with copied weights in the dtype and on the device of a target; `LevelRunner` has its attributes.
+class Eagle3Runner(PairRunner):
+    """An EAGLE-3 head with copied weights.
 
     Args:
         recorder: makes its recorded graphs; None is CUDA graphs on a CUDA device, else none.
@@ -64,75 +69,37 @@ class Eagle3Runner:
         recorder: Recorder | None = None,
         before: Eagle3Runner | None = None,
     ) -> None:
-        self._head = own = copied(head, target)
-        self._target = target
-        self._table = own.rotary(own.norm.weight)
-        self._scoring = Scoring(head.config.head**-0.5)
-        self.device = target.device
-        self._graphs: GraphPairs | None = None
-        if head.config.recordable and (recorder is not None or self.device.type == "cuda"):
-            self._graphs = self._recorded(recorder, None if before is None else before._graphs)
-        bits = 0 if self._graphs is not None else bits_for(own)
-        self.native = None if self._graphs is not None else _native(own, self._table, bits)
-        if self.native is None and self._graphs is None:
-            packed(own, bits)
+        self._head, self._target, config = copied(head, target), target, head.config
+        like = self._head.norm.weight
+        self._table = self._head.rotary(like)
+        self._scoring = Scoring(config.head**-0.5)
+        self.native: NativePairs | None = None
+        graphs = None
+        if config.recordable and (recorder is not None or target.device.type == "cuda"):
+            sizes, widths = (
+                (config.decoders, config.kv_heads, config.head),
+                (config.width, config.merged * config.width),
+            )
+            start, patterns, most = config.rope_start, config.patterns, config.most_positions
+            reused = None if before is None else before.graphs
+            graphs = GraphPairs(self._read, self._table, start, patterns, sizes, widths, like, most, recorder, reused)
+        else:
+            bits = bits_for(self._head)
+            self.native = _native(self._head, self._table, bits)
+            if self.native is None:
+                packed(self._head, bits)
         self._run = self._by_modules if self.native is None else self.native.run_pairs
-        self.records = self._graphs is not None
-        self.pool = CachePool(head.config.most_positions) if self._graphs is None else self._graphs.pool
-        self.layers = 1 + head.config.more_layers
-        self.token_bytes = 2 * head.config.kv_heads * head.config.head * self.layers * target.dtype.itemsize
-
-    def _recorded(self, recorder: Recorder | None, before: GraphPairs | None) -> GraphPairs:
-        config = self._head.config
-        return GraphPairs(
-            self._read,
-            self._table,
-            config.rope_start,
-            config.patterns,
-            (1 + config.more_layers, config.kv_heads, config.head),
-            (config.width, config.merged * config.width),
-            self._head.norm.weight,
-            config.most_positions,
-            recorder,
-            before,
-        )
-
-    @property
-    def warmups(self) -> int:
-        return 0 if self._graphs is None else self._graphs.warmups
+        super().__init__(config, target, graphs)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Read pairs of hidden states and tokens; caches store their keys and values.
-
-        Args:
-            vectors: hidden state before each token: this method's output, `[total, width]`, or, if `observed`, the
-                target's layers concatenated, `[total, layers * width]`.
-
-            Returns:
-                The replacement of the target's hidden states at the required rows, `[rows, width]`, and logits `[rows,
-                guessed]`, at most the target's ids.
-        """
-        if self._graphs is not None:
-            return self._graphs.run(segments, vectors, observed)
+        if self.graphs is not None:
+            return self.graphs.run(segments, vectors, observed)
         plan = ForwardPlan.of(segments, self.device, 1)
         if start := self._head.config.rope_start:
             plan = replace(plan, positions=plan.positions + start, furthest=plan.furthest + start)
         x, logits = self._run(plan, self._embed(plan.tokens[0]), vectors, observed)
         return x, logits[:, : self._target.vocab_size]
-
-    @torch.inference_mode()
-    def run_trees(
-        self,
-        segments: Sequence[Segment],
-        vectors: Tensor,
-        levels: int,
-        beams: int,
-        grow: Grow,
-        numbers: Sequence[Tensor],
-    ) -> Outputs:
-        assert self._graphs is not None
-        return self._graphs.run_trees(segments, vectors, levels, beams, grow, numbers)
 
     def _by_modules(
         self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool
@@ -252,11 +219,14 @@ class PairDrafter(LevelDrafter[HeadT, PairRunnerT]):
         _commit_texts(segments)
         return found
 
+    @torch.inference_mode()
     def _run_at_once(
         self, trees: Sequence[Tree], levels: int, beams: int, grow: Grow, numbers: Sequence[Tensor]
     ) -> Outputs:
         segments, vectors = self._ends(trees, [levels] * len(trees), MOST_RECORDED_TOKENS)
-        found = self._running[0].run_trees(segments, vectors, levels, beams, grow, numbers)
+        graphs = self._running[0].graphs
+        assert graphs is not None
+        found = graphs.run_trees(segments, vectors, levels, beams, grow, numbers)
         _commit_texts(segments)
         return found
 
@@ -291,7 +261,7 @@ def _commit_texts(segments: Sequence[Segment]) -> None:
 class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
     """Drafts with an EAGLE-3 head (2503.01840) on several layers of the target; options: `LevelDrafter`."""
 
-    name: ClassVar[str] = "eagle"
+    name = "eagle"
 
     def _new_runner(self, target: LanguageModel) -> Eagle3Runner:
         if target.device.type == "cuda" and not self.head.config.recordable:
@@ -310,7 +280,7 @@ class PEagle(Eagle3):
     an option out of range, or a head that does not name its layers.
     """
 
-    name: ClassVar[str] = "p-eagle"
+    name = "p-eagle"
     levels = 1
     head: PEagleHead
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,13 +26,14 @@ from truedraft.drafters.heads.head import write_published
 from truedraft.drafters.heads.layer_folders import (
     SPECULATORS,
     flat_record,
+    kind_named,
     layer_record,
     layer_sizes,
     load_layer_folder,
-    named_kind,
     weights_of,
     write_speculators,
 )
+from truedraft.drafters.heads.layers import LayerHead
 from truedraft.errors import ModelError, OptionError
 from truedraft.kinds import INSTEAD
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
@@ -48,16 +50,10 @@ _MODEL_OPTIMIZER = {
     "parallel_draft_step": 1,
 }
 """Supported values in `eagle_config`; other values are other heads."""
-_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
+kind_in = partial(kind_named, kinds=_HEADS)
 
 
-def kind_in(path: Path) -> str | None:
-    """The kind of head in a folder; None if there is none."""
-    found = named_kind(path, _HEADS)
-    return None if found is None else found.kind
-
-
-def load_eagle_folder(path: Path, kind: type[_Eagle3], *, ids_in_d2t: bool = False) -> _Eagle3 | None:
+def load_published(path: Path, kind: type[Eagle3Head], *, ids_in_d2t: bool = False) -> LayerHead | None:
     """Load a head; arguments, result and errors as of `load_layer_folder`."""
 
     def sizes(record: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Eagle3Config:
@@ -104,11 +100,12 @@ def _layers(entered: Sequence[int], inside: Sequence[int]) -> tuple[tuple[int, .
     return given, False
 
 
-def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> None:
+def write_eagle_folder(head: Eagle3Head, folder: Path, target: ExportTarget) -> None:
     """Write a head with positions from 0 as EAGLE, SGLang, SpecForge and vLLM read it, in the dtype of its weights.
 
-    Raises `ModelError` for unsupported heads, or if writing fails.
+    A head without an LM head gets the target's. Raises `ModelError` for unsupported heads, or if writing fails.
     """
+    head = _with_output(head, target, folder)
     config = head.config
     unlike = config.norm_before_residual or config.norm_before_fc or config.more_layers
     if config.rope_start or not config.own_output or unlike or head.kind != Eagle3Head.kind:
@@ -121,23 +118,20 @@ def write_eagle_folder(head: Eagle3Head, folder: Path, *, target: str = "") -> N
         "draft_vocab_size": config.draft_vocab or config.vocab_size,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "target_model": target,
+        "target_model": target.name,
         _LAYERS: [layer + 1 for layer in config.layers],
         "eagle_config": {_LAYERS: list(config.layers)},
     }
     write_published(folder, weights_of(head), about)
 
 
-def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = "", family: str = "") -> None:
+def write_speculators_folder(head: Eagle3Head, folder: Path, target: ExportTarget) -> None:
     """Write a head, EAGLE-3's or P-EAGLE's, as `speculators` and vLLM read it, in the dtype of its weights.
 
     EAGLE-3 positions count from 1 there, with the same drafts, as rotary embeddings depend only on differences. Raises
-    `ModelError` for unsupported heads, or if writing fails.
-
-    Args:
-        target: a folder or a hub name of the target; without one `speculators` does not load the folder.
-        family: the target's class, such as "LlamaForCausalLM".
+    `ModelError` for unsupported heads, or if writing fails. `speculators` loads no folder without the target's name.
     """
+    head = _with_output(head, target, folder)
     config = head.config
     if not config.own_output or not config.layers:
         raise ModelError("this format is of heads with an LM head of their own that name the layers they read")
@@ -146,7 +140,7 @@ def write_speculators_folder(head: Eagle3Head, folder: Path, *, target: str = ""
     if isinstance(config, PEagleConfig):
         more |= {"mask_token_id": config.mask_token, "embed_requires_grad": True}
     layers = layer_record(config, 1 + config.more_layers, _family(config))
-    write_speculators(head, folder, layers, more, target=target, family=family)
+    write_speculators(head, folder, layers, more, target)
 
 
 def _family(config: Eagle3Config) -> str:
@@ -167,28 +161,19 @@ def _with_output(head: Eagle3Head, target: ExportTarget, folder: Path) -> Eagle3
     return type(head).with_weights(replace(head.config, own_output=True), weights, folder).with_record(head.record)
 
 
-def _flat(head: Any, folder: Path, target: ExportTarget) -> None:
-    write_eagle_folder(_with_output(head, target, folder), folder, target=target.name)
-
-
-def _speculators(head: Any, folder: Path, target: ExportTarget) -> None:
-    whole = _with_output(head, target, folder)
-    write_speculators_folder(whole, folder, target=target.name, family=target.family)
-
-
-_OTHERWISE = "vLLM reads it: --for vllm"
+_FOR_VLLM: dict[str, Any] = {"flags": tuple(_NO_NORMS), "otherwise": "vLLM reads it: --for vllm"}
 EAGLE = Exports(
     {
-        "vllm": Way("eagle3", _speculators),
-        "sglang": Way(SGLANG_STEPS.format("EAGLE3"), _flat, _NO_QUERY_NORMS, tuple(_NO_NORMS), _OTHERWISE),
-        "llamacpp": Way(LLAMACPP.format("draft-eagle3"), _speculators, _ONE_LAYER, tuple(_NO_NORMS), _OTHERWISE),
-        "speculators": Way("", _speculators),
+        "vllm": Way("eagle3", write_speculators_folder),
+        "sglang": Way(SGLANG_STEPS.format("EAGLE3"), write_eagle_folder, _NO_QUERY_NORMS, **_FOR_VLLM),
+        "llamacpp": Way(LLAMACPP.format("draft-eagle3"), write_speculators_folder, _ONE_LAYER, **_FOR_VLLM),
+        "speculators": Way("", write_speculators_folder),
     }
 )
 P_EAGLE = Exports(
     {
-        "vllm": Way("eagle3 parallel_drafting", _speculators, _NO_NORMS, otherwise=INSTEAD),
-        "speculators": Way("", _speculators),
+        "vllm": Way("eagle3 parallel_drafting", write_speculators_folder, _NO_NORMS, otherwise=INSTEAD),
+        "speculators": Way("", write_speculators_folder),
     },
     {"": INSTEAD},
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -99,20 +98,14 @@ class Eagle3Head(LayerHead):
     the target's hidden state (2503.01840, section 3.1).
     """
 
-    kind: ClassVar[str] = "eagle"
-    noun: ClassVar[str] = "an EAGLE-3 head"
-    plural: ClassVar[str] = "EAGLE-3 heads"
-    place_word: ClassVar[str] = "step"
+    kind = "eagle"
+    noun = "an EAGLE-3 head"
+    plural = "EAGLE-3 heads"
+    place_word = "step"
     sizes: ClassVar[type[Any]] = Eagle3Config
-    speculators: ClassVar[tuple[str, str]] = "eagle3", "Eagle3Speculator"
+    speculators = "eagle3", "Eagle3Speculator"
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
     config: Eagle3Config
-
-    @classmethod
-    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.eagle.folders import load_eagle_folder
-
-        return load_eagle_folder(path, cls, ids_in_d2t=ids_in_d2t)
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -169,12 +162,12 @@ class PEagleHead(Eagle3Head):
     positions further. A mask is the embedding of the mask token, with a learned vector for the hidden state.
     """
 
-    kind: ClassVar[str] = "p-eagle"
-    noun: ClassVar[str] = "a P-EAGLE head"
-    plural: ClassVar[str] = "P-EAGLE heads"
-    sizes: ClassVar[type[Any]] = PEagleConfig
-    speculators: ClassVar[tuple[str, str]] = "peagle", "PEagleSpeculator"
-    architectures: ClassVar[tuple[str, ...]] = ()
+    kind = "p-eagle"
+    noun = "a P-EAGLE head"
+    plural = "P-EAGLE heads"
+    sizes = PEagleConfig
+    speculators = "peagle", "PEagleSpeculator"
+    architectures = ()
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig) -> None:

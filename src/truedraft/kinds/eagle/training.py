@@ -7,26 +7,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from truedraft.drafters.heads.levels import LevelDrafter
+from truedraft.drafters.heads.head import Head
 from truedraft.errors import OptionError
 from truedraft.kinds.eagle.drafter import Eagle3, PEagle
 from truedraft.kinds.eagle.module import Eagle3Config, Eagle3Head, PEagleConfig, PEagleHead
 from truedraft.kinds.eagle.options import Eagle3SizeOptions, PEagleRunOptions, PEagleSizeOptions
 from truedraft.models.attention import AttentionPattern
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_whole
 from truedraft.training.chains import Chains, ChainTrainingConfig, Texts, UnrolledStep
 from truedraft.training.texts.self_distillation import WrittenAnswer
-
-if TYPE_CHECKING:
-    from truedraft.drafters.heads.head import Head
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
 
 _LEAST = 0.2  # of the pairs, at any depth
 
@@ -35,9 +32,9 @@ _LEAST = 0.2  # of the pairs, at any depth
 class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
     """Configuration of a training of an EAGLE-3 head; raises `OptionError` for a value out of its range."""
 
-    head: ClassVar[type[Head]] = Eagle3Head
-    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = Eagle3
-    decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"fc_norm", "norm_output"}
+    head = Eagle3Head
+    drafter = Eagle3
+    decisive = ChainTrainingConfig.decisive | {"fc_norm", "norm_output"}
 
     def sizes(self, width: int, vocab_size: int) -> Eagle3Config:
         entries = self.entries(width, vocab_size)
@@ -51,9 +48,9 @@ class Eagle3TrainingConfig(Eagle3SizeOptions, ChainTrainingConfig):
 class PEagleTrainingConfig(PEagleSizeOptions, PEagleRunOptions, ChainTrainingConfig):
     """Configuration of a training of a P-EAGLE head; raises `OptionError` for a value out of its range."""
 
-    head: ClassVar[type[Head]] = PEagleHead
-    drafter: ClassVar[type[LevelDrafter[Any, Any]]] = PEagle
-    decisive: ClassVar[frozenset[str]] = ChainTrainingConfig.decisive | {"depth", "own_embedding", "kept"}
+    head = PEagleHead
+    drafter = PEagle
+    decisive = ChainTrainingConfig.decisive | {"depth", "own_embedding", "kept"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

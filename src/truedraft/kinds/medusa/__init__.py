@@ -7,19 +7,12 @@ from collections.abc import Mapping
 from truedraft.drafters.kinds import Kind
 
 KINDS: Mapping[str, Kind] = {
-    "medusa": Kind(
-        "truedraft.kinds.medusa.drafter:medusa",
-        "DIR",
+    "medusa": Kind.of_heads(
+        *(__name__, "medusa", "medusa", "MedusaHeads", "MedusaTrainingConfig"),
         {"nodes": "16", "branching": "4-3-2", "tree": "counted|FILE"},
         "heads on the target's last vector, without DIR those trained for the target: at each "
         "step a tree of as many nodes as pay here, or as you say; or the same tree at all steps, of so many ranks at "
         "each depth, the one that was counted in training, or a JSON list of rank paths as [[0], [0, 0], [1]]",
         widest={"nodes": "48"},
-        head="truedraft.kinds.medusa.module:MedusaHeads",
-        trains="truedraft.kinds.medusa.options:TRAINS",
-        training="truedraft.kinds.medusa.training:MedusaTrainingConfig",
-        exports="truedraft.kinds.medusa.folders:EXPORTS",
-        variants="truedraft.kinds.medusa.variants:EXAMINED",
-        published="truedraft.kinds.medusa.folders:kind_in",
     ),
 }

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from truedraft.drafters.heads.acceptance import AcceptanceOdds
 from truedraft.drafters.heads.calibration import COUNTED, COUPLED, LIKELIEST
 from truedraft.errors import DataError, OptionError
 from truedraft.kinds.medusa.guess_trees import MOST_RANKS
+from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.kinds.medusa.traced_guesses import HeadGuesses
 from truedraft.measure.replay import (
     BUDGETS,
@@ -38,10 +39,7 @@ from truedraft.measure.replay import (
     fit_survival,
     raw_is_kept,
 )
-
-if TYPE_CHECKING:
-    from truedraft.kinds.medusa.module import MedusaHeads
-    from truedraft.models.lm_head import LmHead
+from truedraft.models.lm_head import LmHead
 
 _ROUNDS = 4
 _TOP = 5
@@ -104,17 +102,19 @@ class RankTable:
             )
         fewest = torch.full((len(self.ranks), self.heads), NEVER)
         for nodes, path in enumerate(tree.paths, 1):
-            fewest[self._codes[len(path) - 1] == _code(path, self.limit), len(path) - 1] = nodes
+            code = int(np.ravel_multi_index(path, (self.limit,) * len(path)))
+            fewest[self._codes[len(path) - 1] == code, len(path) - 1] = nodes
         return TraceReplay(fewest, self.starts, len(tree))
 
     def frequencies(self, rows: Tensor) -> dict[RankPath, float]:
         """The share of `rows` at which the true continuation follows each path."""
         found: dict[RankPath, float] = {}
-        for depth, codes in enumerate(self._codes, 1):
-            here = codes[rows]
-            values, counts = here[here >= 0].unique(return_counts=True)
-            for code, count in zip(values.tolist(), counts.tolist(), strict=True):
-                found[_path(code, depth, self.limit)] = count / len(rows)
+        for depth, every in enumerate(self._codes, 1):
+            here = every[rows]
+            codes, counts = here[here >= 0].unique(return_counts=True)
+            paths = np.stack(np.unravel_index(codes.numpy(), (self.limit,) * depth), axis=1)  # [paths, depth]
+            shares = (count / len(rows) for count in counts.tolist())
+            found.update(zip(map(tuple, paths.tolist()), shares, strict=True))
         return found
 
     @cached_property
@@ -133,21 +133,6 @@ class RankTable:
         ranks = self.ranks[self.whole]
         counts = [torch.bincount(each, minlength=self.limit + 1)[: self.limit] for each in ranks.unbind(1)]
         return tuple(tuple((count / len(ranks)).tolist()) for count in counts)
-
-
-def _code(path: RankPath, limit: int) -> int:
-    code = 0
-    for rank in path:
-        code = code * limit + rank
-    return code
-
-
-def _path(code: int, depth: int, limit: int) -> RankPath:
-    ranks = []
-    for _ in range(depth):
-        code, rank = divmod(code, limit)
-        ranks.append(rank)
-    return tuple(reversed(ranks))
 
 
 def most_frequent(frequencies: Mapping[RankPath, float], nodes: int) -> RankTree:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,12 +56,7 @@ class MedusaGuesses:
         return self._likeliest.warmups + self._coupled.warmups
 
     def likeliest(self, hidden: Tensor, drawn: Tensor, depth: int, ranks: int) -> TopK:
-        """The likeliest tokens by the heads' own distributions, `[depth or more, rows, ranks or more]`.
-
-        Args:
-            hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
-            drawn: `[rows]`, int64: the tokens that were drawn from them.
-        """
+        """The likeliest tokens by the heads' own distributions, `[depth or more, rows, ranks or more]`."""
         return _by_head(self._likeliest((hidden, drawn), *(self._most or (depth, ranks))))
 
     def coupled(
@@ -119,14 +113,10 @@ class Medusa(HeadDrafter[MedusaHeads, MedusaGuesses]):
         ModelError: the heads' facts are damaged.
     """
 
-    name: ClassVar[str] = "medusa"
+    name = "medusa"
 
     def __init__(
-        self,
-        heads: MedusaHeads,
-        trees: GuessTrees | Mapping[str, RankTree] | None = None,
-        *,
-        nodes: int | None = None,
+        self, heads: MedusaHeads, trees: GuessTrees | Mapping[str, RankTree] | None = None, *, nodes: int | None = None
     ) -> None:
         super().__init__(heads)
         if trees is None:

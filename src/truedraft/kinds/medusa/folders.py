@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ _CONFIG, _TYPE, _ORIGINAL = "config.json", "medusa", "medusa_lm_head.pt"
 _OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
 _ONE = ("lm_head.weight", "lm_heads.0.weight")  # names of the output that all heads share
 _MAP = "token_map"
-_Medusa = TypeVar("_Medusa", bound=MedusaHeads)
 
 # The rank paths of the Medusa project's "mc_sim_7b_63", in its order.
 _PUBLISHED = """
@@ -60,12 +58,8 @@ def kind_in(path: Path) -> str | None:
     return MedusaHeads.kind if _is_original(path) or _is_vllm(path) else None
 
 
-def load_published(path: Path, kind: type[_Medusa]) -> _Medusa | None:
-    """Load heads in one of these formats; None if there are none.
-
-    Raises:
-        ModelError: a file is missing or damaged, holds something else, or its weights do not match config.json.
-    """
+def load_published(path: Path, kind: type[MedusaHeads], *, ids_in_d2t: bool = False) -> MedusaHeads | None:
+    """Load heads in one of these formats; None if there are none. Raises `ModelError` for damaged or other files."""
     if _is_original(path):
         return _load_original(path / _ORIGINAL if path.is_dir() else path, kind)
     return _load_vllm(path, kind) if _is_vllm(path) else None
@@ -79,7 +73,7 @@ def _is_vllm(path: Path) -> bool:
     return object_of(path / _CONFIG).get("model_type") == _TYPE
 
 
-def _load_original(file: Path, kind: type[_Medusa]) -> _Medusa:
+def _load_original(file: Path, kind: type[MedusaHeads]) -> MedusaHeads:
     """With their own outputs, and the published tree as far as they reach."""
     tensors = tensors_in(file, "name a file of the original Medusa project")
     state = {name.removeprefix("medusa_head."): weight for name, weight in tensors.items()}
@@ -97,7 +91,7 @@ def _load_original(file: Path, kind: type[_Medusa]) -> _Medusa:
     return heads
 
 
-def _load_vllm(path: Path, kind: type[_Medusa]) -> _Medusa:
+def _load_vllm(path: Path, kind: type[MedusaHeads]) -> MedusaHeads:
     file, tensors = published_tensors(path)
     weights = {name.replace("medusa_heads.", ""): each for name, each in tensors.items()}
     record = object_of(path / _CONFIG)
@@ -153,15 +147,13 @@ def _check_map(weights: Mapping[str, Tensor], config: MedusaConfig, file: Path) 
         )
 
 
-def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | None = None) -> None:
-    """Write heads as vLLM reads them, in the dtype of their weights.
+def write_vllm_medusa(heads: MedusaHeads, folder: Path, target: ExportTarget) -> None:
+    """Write heads as vLLM reads them, in the dtype of their weights; tied ones with the target's LM head.
 
     Raises `ModelError` for unsupported heads, or if writing fails.
-
-    Args:
-        lm_head: `[vocab, width]`: the target's, for tied heads.
     """
     config, state = heads.config, heads.state_dict()
+    lm_head = target.lm_head(heads) if config.tied and not config.reads_token else None
     if config.reads_token or (config.tied and lm_head is None):
         raise ModelError(
             "vLLM's Medusa heads read no tokens, and need the target's LM head for those that end in it; train "
@@ -192,9 +184,4 @@ def write_vllm_medusa(heads: MedusaHeads, folder: Path, *, lm_head: Tensor | Non
     write_published(folder, weights, about)
 
 
-def _write(heads: Any, folder: Path, target: ExportTarget) -> None:
-    tied = heads.config.tied and not heads.config.reads_token
-    write_vllm_medusa(heads, folder, lm_head=target.lm_head(heads) if tied else None)
-
-
-EXPORTS = Exports({"vllm": Way("medusa", _write)}, {"": INSTEAD})
+MEDUSA = Exports({"vllm": Way("medusa", write_vllm_medusa)}, {"": INSTEAD})

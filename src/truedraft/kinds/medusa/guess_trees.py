@@ -39,19 +39,15 @@ class GuessTrees:
 
     The likeliest paths have the largest product of their tokens' calibrated survival, or of the heads' own
     probabilities at temperature 1. Trees depend only on the hidden state and the token before the draft, so candidates
-    are deterministic. On a device the likeliest paths cost one more wait per step.
+    are deterministic. On a device the likeliest paths cost one more wait per step. `name`, for reports and stored
+    costs, is "fixed" if every request gets a fixed tree, otherwise "likeliest". Raises `OptionError` for no tree, an
+    unknown kind of requests, or `fixed_for` without fixed trees.
 
     Args:
         curves: of trees chosen at each step, for "greedy" and "sampled" requests; default: the fixed tree's counts.
         fixed: trees of ranks for "greedy" and "sampled" requests; a missing one is replaced by the other.
         calibration: survival of guesses; None uses the heads' probabilities.
         fixed_for: kinds of requests that get the fixed tree.
-
-    Attributes:
-        name: for reports and stored costs: "fixed" if every request gets a fixed tree, otherwise "likeliest".
-
-    Raises:
-        OptionError: no tree, an unknown kind of requests, or `fixed_for` without fixed trees.
     """
 
     def __init__(
@@ -209,10 +205,8 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
     tokens in between, so its distribution is a mixture, the target's is sharper, and its noise decides less often: the
     noise is scaled by `noise_weight`. Top-k, top-p and min-p are ignored, as measured acceptance is the same.
 
-    Args:
-        logits: `[depth, rows, vocab]`: row 0 of the first axis guesses the first token of the step.
-        temperatures: of the rows' requests, above 0.
-    The guesses `[depth, rows, ranks]`, on the device; a row depends only on itself.
+    `logits` are `[depth, rows, vocab]`: row 0 of the first axis guesses the first token of the step; temperatures are
+    above 0. The guesses are `[depth, rows, ranks]`, on the device; a row depends only on itself.
     """
     depth, rows, vocab = logits.shape
     scores = logits.float().clone()
@@ -225,10 +219,8 @@ def coupled_guesses(logits: Tensor, temperatures: Sequence[float], noise: Sequen
 def keyed_guesses(logits: Tensor, weights: Tensor, keys: Tensor, ranks: int) -> TopK:
     """The same with tensors only, so that it can be recorded.
 
-    Args:
-        logits: `[depth, rows, vocab]`.
-        weights: `[rows]`, float64: `noise_weight` of each row's temperature.
-        keys: `[rows, depth]`, int64: the 64 bits of `gumbel_key` for each head.
+    `weights`, `[rows]`, float64, are `noise_weight` of each row's temperature; `keys`, `[rows, depth]`, int64, the 64
+    bits of `gumbel_key` for each head.
     """
     depth, rows, vocab = logits.shape
     tokens = torch.arange(vocab, device=logits.device)

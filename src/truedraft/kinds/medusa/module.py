@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +33,13 @@ _FACTS = "facts"  # key next to the trees
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Sizes of Medusa heads.
+    """Sizes of Medusa heads. Raises `OptionError` for invalid sizes.
 
     Attributes:
         heads: number of guessed tokens after the next.
         tied: whether the heads end in the target's LM head, or each in its own linear layer.
         reads_token: whether they also read the embedding of the token drawn from the hidden state; the paper's do not.
         draft_vocab: size of a reduced vocabulary of heads with their own outputs; 0 is the whole one.
-
-    Raises:
-        OptionError: a size below 1, or a reduced vocabulary with the target's LM head.
     """
 
     width: int
@@ -90,20 +86,14 @@ class MedusaHeads(VectorHead):
     Wt e / rms(e). All heads share it, and it starts at 0. (The first Hydra head does the same, 2402.05109.)
     """
 
-    kind: ClassVar[str] = "medusa"
-    noun: ClassVar[str] = "Medusa heads"
-    plural: ClassVar[str] = "Medusa heads"
-    place_word: ClassVar[str] = "head"
-    sizes: ClassVar[type[Any]] = MedusaConfig
-    facts_file: ClassVar[str] = "trees.json"
+    kind = "medusa"
+    noun = "Medusa heads"
+    plural = "Medusa heads"
+    place_word = "head"
+    sizes = MedusaConfig
+    facts_file = "trees.json"
     config: MedusaConfig
     draft_ids: Tensor | None
-
-    @classmethod
-    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.medusa.folders import load_published
-
-        return load_published(path, cls)
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -190,11 +180,10 @@ class MedusaRunner:
 
     @torch.inference_mode()
     def likeliest(self, hidden: Tensor, depth: int, ranks: int, tokens: Tensor | None = None) -> TopK:
-        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads.
+        """The likeliest ids `[depth, rows, ranks]` by the first `depth` heads; a row's guesses depend only on it.
 
-        Args:
-            hidden: `[rows, width]`: inputs of the target's LM head; a row's guesses depend only on it.
-            tokens: `[rows]`, int64: drawn from the hidden states; only for heads that read tokens.
+        `hidden`, `[rows, width]`, are inputs of the target's LM head, from which `tokens`, `[rows]`, int64, were drawn;
+        only heads that read tokens need these.
         """
         return self._run(self._entering(hidden, tokens), depth, ranks)
 

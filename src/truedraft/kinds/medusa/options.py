@@ -46,7 +46,7 @@ class JointOptions:
     )
 
 
-TRAINS = Trains(
+MEDUSA = Trains(
     "Medusa heads",
     "Train heads that guess the tokens after the next, on what the target itself writes; measures what they bring.",
     MedusaSizeOptions,

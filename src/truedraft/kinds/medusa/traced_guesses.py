@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from truedraft.kinds.medusa.module import MedusaHeads
 from truedraft.measure.replay import Trace, chunks_of, starts_of, tree_depths
-
-if TYPE_CHECKING:
-    from truedraft.kinds.medusa.module import MedusaHeads
-    from truedraft.models.lm_head import LmHead
+from truedraft.models.lm_head import LmHead
 
 LOGITS = 1 << 24
 """Maximum number of logits in memory: 64 MiB in float32."""

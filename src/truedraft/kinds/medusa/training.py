@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, Self
 
 from truedraft.drafters.heads.calibration import COUNTED, FACT, LIKELIEST, Calibration
 from truedraft.kinds.medusa.counted_trees import CountedTree, count_trees, survival_of
@@ -14,18 +14,15 @@ from truedraft.kinds.medusa.guess_trees import GuessTrees, fixed_trees
 from truedraft.kinds.medusa.module import MedusaConfig, MedusaHeads
 from truedraft.kinds.medusa.options import MedusaRunOptions, MedusaSizeOptions
 from truedraft.measure import BUDGETS, TREE_TEMPERATURES
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_positive, check_share, check_whole
 from truedraft.training.evaluate import EngineRound
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig, JointConfig
 from truedraft.training.losses import CrossEntropy, DistillationLoss, ForwardKL, Mixture
 from truedraft.training.optimizer import OptimizerConfig
-
-if TYPE_CHECKING:
-    from truedraft.drafters.heads.head import Head
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
-    from truedraft.training.report import HeadReport, HeadResult, Rows
-    from truedraft.training.texts.self_distillation import SelfDistillationData
+from truedraft.training.report import HeadReport, HeadResult, Rows
+from truedraft.training.texts.self_distillation import SelfDistillationData
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class MedusaTrainingConfig(MedusaSizeOptions, MedusaRunOptions, HeadTrainingConf
     a whole distribution has more information than one draw.
     """
 
-    head: ClassVar[type[Head]] = MedusaHeads
-    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
+    head = MedusaHeads
+    decisive = HeadTrainingConfig.decisive | {"heads", "layers", "reads_token", "law_share"}
 
     @classmethod
     def from_options(cls, common: Mapping[str, Any], more: Any = None) -> Self:

@@ -39,4 +39,4 @@ def _medusa_chain(heads: Any) -> Drafter:
     return Medusa(heads, {GREEDY: chain, SAMPLED: chain}, nodes=heads.reach)
 
 
-EXAMINED = Examined("Medusa heads", _medusa_chain, _MEDUSA, MedusaHeads)
+MEDUSA = Examined("Medusa heads", _medusa_chain, _MEDUSA, MedusaHeads)

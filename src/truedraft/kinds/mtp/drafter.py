@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from truedraft.core.tree import chain_shape, shape_of
 from truedraft.drafters.base import Features, StepOutcome
-from truedraft.kinds.eagle.drafter import PairDrafter
+from truedraft.kinds.eagle.drafter import PairDrafter, PairRunner
 from truedraft.kinds.mtp.module import MtpHead
-from truedraft.models.backends.graphs.replay import Outputs
 from truedraft.models.base import LanguageModel, Segment
 
 _BEGINNING = "The best way to learn a language is to"
@@ -54,7 +52,7 @@ class _Own:
         return cls(torch.tensor(ids), {place: torch.cat(rows) for place, rows in found.items()}, first)
 
 
-class MtpRunner:
+class MtpRunner(PairRunner):
     """An MTP layer that runs with its target.
 
     Attributes:
@@ -62,10 +60,6 @@ class MtpRunner:
         returns: the same of its own output, fed back after or before the norm that follows it.
         scores: mean log probability of the target's own tokens for each choice of `reads` and of `returns`.
     """
-
-    records = False
-    warmups = 0
-    layers = 1
 
     def __init__(self, head: MtpHead, target: LanguageModel) -> None:
         self._layer, self._target = head.layer, target
@@ -83,9 +77,6 @@ class MtpRunner:
     def forward(self, segments: Sequence[Segment], vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
         own, logits = self._run(segments, vectors)
         return own[self.returns], logits
-
-    def run_trees(self, *_: object) -> Outputs:
-        raise NotImplementedError
 
     def _run(self, segments: Sequence[Segment], vectors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         tokens = torch.cat([each.tokens.to(self.device) for each in segments])
@@ -137,7 +128,7 @@ class Mtp(PairDrafter[MtpHead, MtpRunner]):
     Which hidden states it reads is measured by `check`, see `MtpRunner`; `facts` and `note` have the result.
     """
 
-    name: ClassVar[str] = "mtp"
+    name = "mtp"
 
     def _features(self) -> Features:
         return Features("kept")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -38,11 +38,11 @@ class MtpHead(Head):
     It is part of the target's own files, or fine-tuned from it, and is not trained here.
     """
 
-    kind: ClassVar[str] = _WORD
-    noun: ClassVar[str] = "an MTP layer"
-    plural: ClassVar[str] = "MTP layers"
-    place_word: ClassVar[str] = "step"
-    sizes: ClassVar[type[Any]] = MtpConfig
+    kind = _WORD
+    noun = "an MTP layer"
+    plural = "MTP layers"
+    place_word = "step"
+    sizes = MtpConfig
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, layer: MtpLayer) -> None:
@@ -98,8 +98,7 @@ def write_mtp_folder(
         tokens: number of drafted tokens; None is `reach_of` the source.
         family: the target's class, such as "Qwen3NextForCausalLM".
 
-    Raises:
-        TruedraftError: as of `truedraft.models.mtp.published_mtp`, or the files cannot be written.
+    Raises `TruedraftError` as `truedraft.models.mtp.published_mtp`, or if the files cannot be written.
     """
     layers, tensors = published_mtp(target, source)
     about = speculators_record(_WORD, reach_of(source) if tokens is None else tokens, target, family) | {

@@ -7,19 +7,12 @@ from collections.abc import Mapping
 from truedraft.drafters.kinds import Kind
 
 KINDS: Mapping[str, Kind] = {
-    "redrafter": Kind(
-        "truedraft.kinds.redrafter.drafter:Redrafter",
-        "DIR",
+    "redrafter": Kind.of_heads(
+        *(__name__, "redrafter", "Redrafter", "RedrafterHead", "RedrafterTrainingConfig"),
         {"beams": "8", "length": "4", "nodes": "16", "sampled": "true"},
         "one recurrent head on that vector, without DIR the one trained for the target: beams, "
         "merged and cut to the likeliest nodes, in sizes that pay here, or as you say; from temperature 0.8 on they "
         "are drawn, at every one with sampled=true and at none with sampled=false",
         widest={"beams": "4", "nodes": "16"},
-        head="truedraft.kinds.redrafter.module:RedrafterHead",
-        trains="truedraft.kinds.redrafter.options:TRAINS",
-        training="truedraft.kinds.redrafter.training:RedrafterTrainingConfig",
-        exports="truedraft.kinds.redrafter.folders:EXPORTS",
-        variants="truedraft.kinds.redrafter.variants:EXAMINED",
-        published="truedraft.kinds.redrafter.folders:kind_in",
     ),
 }

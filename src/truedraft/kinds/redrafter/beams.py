@@ -31,14 +31,7 @@ from torch.nn.functional import pad
 from truedraft.core import transfers
 from truedraft.core.top_k import TopK, stable_topk
 from truedraft.core.tree import TokenTree
-from truedraft.drafters.heads.acceptance import (
-    AcceptanceOdds,
-    OddsOfRequests,
-    Scores,
-    as_they_are,
-    numbers_of,
-    scores_for,
-)
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, Scores, as_they_are, numbers_of, scores_by
 from truedraft.drafters.heads.base import trees_of
 from truedraft.kinds.redrafter.module import RedrafterRunner
 from truedraft.models.backends.graphs.replay import Outputs, RecordedFunction, Recorder
@@ -182,13 +175,13 @@ class BeamTrees:
         self._runner = runner
         self._length = length
         self._is_recorded = recorder is not None
-        self._by_numbers = RecordedFunction(self._merged_by_numbers, recorder)
+        self._merged = RecordedFunction(self._merge, recorder)
         self._first = RecordedFunction(self._read_first, recorder)
         self._next = RecordedFunction(self._read_next, recorder)
 
     @property
     def warmups(self) -> int:
-        return sum(each.warmups for each in (self._by_numbers, self._first, self._next))
+        return sum(each.warmups for each in (self._merged, self._first, self._next))
 
     def trees(
         self,
@@ -203,17 +196,10 @@ class BeamTrees:
 
         `hidden` and `drawn` as of `beam_search`; `odds` None: the head's probabilities.
         """
-        device = hidden.device
-        deep = transfers.upload(depths, device)
-        if not self._is_recorded:
-            return trees_of(*self._merged(hidden, drawn, deep, scores_for(odds, device), beams, max(depths), nodes))
-        length = self._length
-        # Numbers per request, so that all combinations of requests share a graph.
-        if any(odds):
-            numbers = transfers.upload(numbers_of(odds, length, beams), device)
-        else:
-            numbers = torch.empty(len(depths), 0, device=device)
-        return trees_of(*self._by_numbers((hidden, drawn, deep, numbers), beams, length, nodes))
+        length = self._length if self._is_recorded else max(depths)
+        numbers = numbers_of(odds, length, beams, hidden.device)
+        deep = transfers.upload(depths, hidden.device)
+        return trees_of(*self._merged((hidden, drawn, deep, numbers), beams, length, nodes))
 
     def start(self, hidden: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Contexts and states `[requests, ...]`, and the logits `[requests, vocab]`."""
@@ -225,18 +211,11 @@ class BeamTrees:
         state, logits = self._next((context, state, tokens))
         return state, logits
 
-    def _merged_by_numbers(
+    def _merge(
         self, hidden: Tensor, drawn: Tensor, depths: Tensor, numbers: Tensor, beams: int, length: int, nodes: int
     ) -> Outputs:
-        scores = OddsOfRequests(numbers) if numbers.numel() else as_they_are
-        return self._merged(hidden, drawn, depths, scores, beams, length, nodes)
-
-    def _merged(
-        self, hidden: Tensor, drawn: Tensor, depths: Tensor, scores: Scores, beams: int, length: int, nodes: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        growing = beam_search(self._runner, hidden, drawn, beams, scores)
-        with torch.inference_mode():
-            merged = merge(with_dropped(list(itertools.islice(growing, length))), nodes, depths)
+        growing = beam_search(self._runner, hidden, drawn, beams, scores_by(numbers))
+        merged = merge(with_dropped(list(itertools.islice(growing, length))), nodes, depths)
         return merged.tokens, merged.parents, merged.counts
 
     def _read_first(self, hidden: Tensor, drawn: Tensor) -> Outputs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar
 
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -58,7 +57,7 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         ModelError: the calibration among the facts is damaged.
     """
 
-    name: ClassVar[str] = "redrafter"
+    name = "redrafter"
 
     def __init__(
         self,
@@ -131,7 +130,11 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
         self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
     ) -> list[Proposal]:
         proposals = [Proposal.empty()] * len(batch)
-        requested = [place for place, request in enumerate(batch) if self._can_draft(request, budgets[place])]
+        requested = [
+            place
+            for place, (request, budget) in enumerate(zip(batch, budgets, strict=True))
+            if not budget.is_zero and self.nodes and self._vectors.get(request.id) is not None
+        ]
         drawn = [place for place in requested if self._draws(batch[place].params, batch[place].judged)]
         chosen = [place for place in requested if place not in drawn]
         for places, propose in ((chosen, self._choose), (drawn, self._draw)):
@@ -141,9 +144,6 @@ class Redrafter(HeadDrafter[RedrafterHead, BeamTrees]):
                 for place, proposal in zip(places, made, strict=True):
                     proposals[place] = proposal
         return proposals
-
-    def _can_draft(self, request: DraftRequest, budget: Budget) -> bool:
-        return not budget.is_zero and self.nodes > 0 and self._vectors.get(request.id) is not None
 
     def _draws(self, params: SamplingParams, judged: frozenset[DrawKind] | None = None) -> bool:
         """Whether requests get drawn paths; `judged`: the kinds that their rule verifies."""

@@ -8,7 +8,6 @@ residual block, `lm_head.{num_draft_layers}.weight` of the output, and, with `rn
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
 
 from truedraft.drafters.exporting import Exports
 from truedraft.drafters.heads.head import HeadRecord, published_tensors, reading_sizes, unnamed_target
@@ -17,9 +16,8 @@ from truedraft.kinds import INSTEAD
 from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 
 _CONFIG, _TYPE = "config.json", "recurrent_drafting_drafter"
-_Redrafter = TypeVar("_Redrafter", bound=RedrafterHead)
 
-EXPORTS = Exports({}, {"": INSTEAD})
+REDRAFTER = Exports({}, {"": INSTEAD})
 """No other engine runs recurrent heads."""
 
 
@@ -28,7 +26,7 @@ def kind_in(path: Path) -> str | None:
     return RedrafterHead.kind if object_of(path / _CONFIG).get("model_type") == _TYPE else None
 
 
-def load_apple(path: Path, kind: type[_Redrafter]) -> _Redrafter | None:
+def load_published(path: Path, kind: type[RedrafterHead], *, ids_in_d2t: bool = False) -> RedrafterHead | None:
     """Load a recurrent head of Apple's project, with its own output; None if there is none.
 
     Raises `ModelError` for missing, damaged or unfitting weights.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,18 +80,12 @@ class RedrafterHead(VectorHead):
     The linear layer starts as the selection of h, and the blocks as the identity, so a tied head starts as the LM head.
     """
 
-    kind: ClassVar[str] = "redrafter"
-    noun: ClassVar[str] = "a recurrent drafter"
-    plural: ClassVar[str] = "recurrent heads"
-    place_word: ClassVar[str] = "place"
-    sizes: ClassVar[type[Any]] = RedrafterConfig
+    kind = "redrafter"
+    noun = "a recurrent drafter"
+    plural = "recurrent heads"
+    place_word = "place"
+    sizes = RedrafterConfig
     config: RedrafterConfig
-
-    @classmethod
-    def load_published(cls, path: Path, *, ids_in_d2t: bool = False) -> Self | None:
-        from truedraft.kinds.redrafter.folders import load_apple
-
-        return load_apple(path, cls)
 
     def __init__(self, config: RedrafterConfig) -> None:
         super().__init__(config)

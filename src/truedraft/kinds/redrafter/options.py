@@ -22,10 +22,7 @@ class RedrafterSizeOptions(HeadSizeOptions):
         shown_default="the target's width",
     )
     rnn: bool = option(
-        True,
-        "The state is recurrent, or the plain sum of the embeddings so far.",
-        "",
-        name="--recurrent/--summed",
+        True, "The state is recurrent, or the plain sum of the embeddings so far.", "", name="--recurrent/--summed"
     )
 
 
@@ -46,13 +43,11 @@ class RedrafterRunOptions(HeadRunOptions):
         "KIND",
     )
     self_fed: float = option(
-        0.0,
-        "At this share of the positions the head reads its own guesses; 0 reads only the text's tokens.",
-        "SHARE",
+        0.0, "At this share of the positions the head reads its own guesses; 0 reads only the text's tokens.", "SHARE"
     )
 
 
-TRAINS = Trains(
+REDRAFTER = Trains(
     "A recurrent head (ReDrafter)",
     "Train a recurrent head (ReDrafter) on what the target itself writes; measures its acceptance.\n\n"
     "The target stays as it is: only `truedraft train medusa --stage 2` trains it together with its heads.",

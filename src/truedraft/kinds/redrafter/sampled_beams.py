@@ -135,7 +135,9 @@ class SampledBeams:
     def _draw_level(self, level: Sequence[_BeamTree], depth: int, logits: Tensor) -> None:
         width = self._beams if depth == 0 else min(self._beams, _DRAWS)
         start = 0
-        for _, group in itertools.groupby(level, key=lambda tree: _draws_alike(tree.request)):
+        for _, group in itertools.groupby(
+            level, lambda tree: (*tree.request.params.probs_key, tree.request.params.seeded)
+        ):
             trees = list(group)
             params = trees[0].request.params
             drawing = drawing_for(params, max(2, width))
@@ -180,10 +182,6 @@ class SampledBeams:
             tree.masses.append(mass)
             tree.rows.append(row)
         tree.open = range(first, len(tree.tokens))
-
-
-def _draws_alike(request: DraftRequest) -> tuple[object, ...]:
-    return (*request.params.probs_key, request.params.seeded)
 
 
 def _perturbed_scores(

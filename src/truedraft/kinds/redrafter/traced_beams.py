@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truedraft.drafters.heads.acceptance import AcceptanceOdds, scores_for
+from truedraft.drafters.heads.acceptance import AcceptanceOdds, numbers_of, scores_by
 from truedraft.drafters.heads.calibration import BEAMS_FACT, FACT
 from truedraft.kinds.redrafter.beams import Beams, beam_search, merge, with_dropped
 from truedraft.kinds.redrafter.module import RedrafterHead, RedrafterRunner
@@ -58,9 +58,6 @@ class BeamTokens:
         points = list(zip(self.nodes, self.tokens, strict=True))
         return next(tokens for at, tokens in reversed(points) if at <= nodes)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ReplayedBeams:
@@ -80,7 +77,7 @@ class ReplayedBeams:
 def facts_of(replayed: Mapping[str, ReplayedBeams]) -> dict[str, Any]:
     """The facts stored with the head, for JSON."""
     return {
-        BEAMS_FACT: {kind: [each.as_dict() for each in of_kind.promises] for kind, of_kind in replayed.items()},
+        BEAMS_FACT: {kind: list(map(asdict, of_kind.promises)) for kind, of_kind in replayed.items()},
         FACT: {kind: of.survival.depths for kind, of in replayed.items() if of.survival is not None},
         "compared": {kind: dict(of_kind.compared) for kind, of_kind in replayed.items()},
     }
@@ -177,7 +174,7 @@ def _fewest_nodes(
     fewest: list[list[Tensor]] = [[] for _ in range(length)]
     merged = [0.0] * length
     device = runner.device
-    scores = scores_for([survival], device)
+    scores = scores_by(numbers_of([survival], length, width, device))
     for hidden, drawn, following in chunks_of(traces, length, max(1, _ROWS // width)):
         truth = following.masked_fill(following < 0, _UNDRAFTED).to(device)
         growing = beam_search(runner, hidden.to(device), drawn.to(device), width, scores)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -20,19 +19,14 @@ from truedraft.kinds.redrafter.module import RedrafterConfig, RedrafterHead
 from truedraft.kinds.redrafter.options import RedrafterRunOptions, RedrafterSizeOptions
 from truedraft.kinds.redrafter.traced_beams import BeamTokens, ReplayedBeams, facts_of, replay_beams
 from truedraft.measure import BUDGETS, TREE_TEMPERATURES
+from truedraft.models.base import LanguageModel
+from truedraft.models.lm_head import LmHead
 from truedraft.options import check_share, check_whole
 from truedraft.training.evaluate import EngineRound
-from truedraft.training.head_config import Calibrated, HeadTrainingConfig, HeldOutAccuracy
+from truedraft.training.head_config import Calibrated, Feed, HeadTrainingConfig, HeldOutAccuracy
 from truedraft.training.losses import KEPT_BYTES, DistillationLoss, DistillationTarget, keep_target, loss_from_spec
-from truedraft.training.texts.self_distillation import text_tokens
-
-if TYPE_CHECKING:
-    from truedraft.drafters.heads.head import Head
-    from truedraft.models.base import LanguageModel
-    from truedraft.models.lm_head import LmHead
-    from truedraft.training.head_config import Feed
-    from truedraft.training.report import HeadResult, Rows
-    from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData
+from truedraft.training.report import HeadResult, Rows
+from truedraft.training.texts.self_distillation import CollatedBatch, SelfDistillationData, text_tokens
 
 _CHUNK = 256  # positions with logits in memory
 _LAWS = ("computed", "stored")
@@ -46,8 +40,8 @@ class RedrafterTrainingConfig(RedrafterSizeOptions, RedrafterRunOptions, HeadTra
     `self_fed` 0 is teacher forcing. Raises `OptionError` for a value out of its range.
     """
 
-    head: ClassVar[type[Head]] = RedrafterHead
-    decisive: ClassVar[frozenset[str]] = HeadTrainingConfig.decisive | {
+    head = RedrafterHead
+    decisive = HeadTrainingConfig.decisive | {
         "length", "state", "exit_width", "layers", "rnn", "loss", "laws", "self_fed",
     }  # fmt: skip
 

@@ -22,4 +22,4 @@ def _redrafter_chain(head: Any) -> Drafter:
     return Redrafter(head, beams=1, length=head.reach, nodes=head.reach, sampled=False)
 
 
-EXAMINED = Examined("a recurrent head", _redrafter_chain, _REDRAFTER, RedrafterHead)
+REDRAFTER = Examined("a recurrent head", _redrafter_chain, _REDRAFTER, RedrafterHead)
