@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from engine.test_form_law import NoTwins
-from support.chi_square import p_value
 from support.head_models import MarkovWithEmbedding, fitted_heads, fitted_redrafter
+from support.laws import law_of, p_value_of_answers
 from truedraft import Engine, SamplingParams
 from truedraft.core.params import Structured
 from truedraft.core.probs import probs_from_logits
@@ -118,43 +118,22 @@ def tokens_of(engine: Engine, option: str, way: str) -> list[Any]:
     return found
 
 
-def law(option: str) -> dict[tuple[int, ...], float]:
-    """The distribution of an answer of at most two tokens, by the options' definition along its own text."""
+def sampled_p_value(engine: Engine, option: str) -> float:
+    """How likely counts as far from the law are, of answers of at most two tokens by the options' definition."""
     target, params = world(), params_of(option, "sampled", 0, LENGTH)
-    found: dict[tuple[int, ...], float] = {}
 
-    def follow(answer: tuple[int, ...], mass: float) -> None:
-        if len(answer) == LENGTH:
-            found[answer] = found.get(answer, 0.0) + mass
-            return
+    def probs_after(answer: tuple[int, ...]) -> list[float]:
         text = [*PROMPT, *answer]
         logits = target.probs_after(text).log()[None]
         if params.shapes_logits:
             form = NoTwins(text, len(PROMPT)) if params.structured is not None else None
             shaping = Shaping(params, text, len(PROMPT), params.stop_token_ids, params.bad_words, VOCAB, form)
             logits = shaping.of_paths(logits, [()])
-        for token, probability in enumerate(probs_from_logits(logits, params)[0].tolist()):
-            if probability > 0.0:
-                ended = token in params.stop_token_ids
-                if ended:
-                    found[answer] = found.get(answer, 0.0) + mass * probability
-                else:
-                    follow((*answer, token), mass * probability)
+        found: list[float] = probs_from_logits(logits, params)[0].tolist()
+        return found
 
-    follow((), 1.0)
-    return found
-
-
-def sampled_p_value(engine: Engine, option: str) -> float:
-    """How likely counts as far from the law are, of answers that follow it."""
-    expected = law(option)
-    counts = dict.fromkeys(expected, 0)
-    for _ in range(0, ANSWERS, 64):
-        each = [params_of(option, "sampled", 0, LENGTH)] * 64
-        for answer in engine.generate([PROMPT] * 64, each):
-            for one in (answer, *answer.others):
-                counts[tuple(one.token_ids)] += 1
-    return p_value(np.array(list(counts.values())), np.array(list(expected.values())))
+    law = law_of(probs_after, LENGTH, params.stop_token_ids)
+    return p_value_of_answers(engine, PROMPT, params, law, ANSWERS)
 
 
 def refusal(drafter: str, rule: str) -> str | None:

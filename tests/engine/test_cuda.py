@@ -66,9 +66,8 @@ def test_bfloat16_answers_do_not_depend_on_speculation(options: dict[str, float]
     prompts = [list(prompt) for prompt in PROMPTS]
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
     for drafter in (DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        assert [
-            a.token_ids for a in Engine(target, drafter, max_batch=3, controller="fixed").generate(prompts, params)
-        ] == plain
+        answers = Engine(target, drafter, max_batch=3, controller="fixed").generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
 
 
 def _heads(kind: str, target: HuggingFaceModel) -> Drafter:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.answers import finished
+from support.faulty_parts import raising
 from support.fixed_noise import answers_of
 from support.markov import greedy
 from support.ngram_tables import table_of
@@ -23,7 +24,7 @@ from truedraft.core.verdict import Origin
 from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, NgramDrafter, PromptLookup, SuffixDrafter
 from truedraft.engine.policy import FixedBudget
 from truedraft.errors import OptionError, PromptError
-from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
+from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter, altered
 
 VOCAB = 8
 
@@ -173,13 +174,6 @@ def test_budgets_are_obeyed_and_a_pause_leaves_no_stale_draft(target: MarkovMode
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=30)).stats.draft_acceptance_rate == 1.0
 
 
-def test_a_node_budget_cuts_a_tree_in_order(target: MarkovModel) -> None:
-    draft = DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2))
-    engine = Engine(target, draft, controller=ScriptedController([Budget(2, 3, 5)]), entropy=1)
-    answer = engine.generate([3, 1], SamplingParams(max_tokens=2 + 1, temperature=1.0))
-    assert answer.stats.draft_tokens <= 5 * answer.stats.target_calls
-
-
 def test_minimum_probability_keeps_the_unlikely_token_and_drafts_no_further(target: MarkovModel) -> None:
     draft = DraftModel(target, num_speculative_tokens=5)
     engine = Engine(target, draft, controller=ScriptedController([Budget(5, min_probability=1.0)]), entropy=1)
@@ -231,25 +225,13 @@ def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, dr
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("when", ["propose", "observe", "begin", "end"])
 def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target: MarkovModel, when: str) -> None:
-    class Broken(ScriptedDrafter):
-        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            if when == "propose" and any(request.tokens[0] == 1 and len(request.tokens) > 6 for request in batch):
-                raise RuntimeError("no idea")
-            return super().propose(batch, budgets, noise)
-
-        def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
-            if when == "observe":
-                raise RuntimeError("no idea")
-
-        def begin(self, request):  # type: ignore[no-untyped-def]
-            if when == "begin" and request.tokens[0] == 1:
-                raise RuntimeError("no idea")
-
-        def end(self, request):  # type: ignore[no-untyped-def]
-            if when == "end":
-                raise RuntimeError("no idea")
-
-    drafter = Broken(lambda tokens: [greedy(target, list(tokens), 3)])
+    of_second = {
+        "propose": lambda batch, *_: any(request.tokens[0] == 1 and len(request.tokens) > 6 for request in batch),
+        "observe": lambda batch, _: True,
+        "begin": lambda request: request.tokens[0] == 1,
+        "end": lambda request: True,
+    }
+    drafter = raising(oracle(target, 3), **{when: of_second[when]})
     prompts = [[3, 1], [1, 1], [2, 5]]
     answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=15))
     assert [answer.token_ids for answer in answers] == [greedy(target, prompt, 15) for prompt in prompts]
@@ -347,14 +329,10 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
     ("made", "said"), [(1, "coupled draws, which the rule cannot judge"), (0, "made 0 proposals for 1 requests")]
 )
 def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel, made: int, said: str) -> None:
-    class Liar(ScriptedDrafter):
-        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
-            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch[:made]]
-
-    answer = Engine(target, Liar(lambda tokens: []), controller="fixed").generate(
-        [3], SamplingParams(max_tokens=4, temperature=1.0)
-    )
+    even = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    lie = Proposal.chain(torch.tensor([2]), even, DrawKind.COUPLED)
+    liar = altered(ScriptedDrafter(lambda tokens: []), propose=lambda batch, *_: [lie for _ in batch[:made]])
+    answer = Engine(target, liar, controller="fixed").generate([3], SamplingParams(max_tokens=4, temperature=1.0))
     assert said in answer.warnings[0]
     assert answer.stats.draft_tokens == 0
 
@@ -375,8 +353,7 @@ def raises(views: Sequence[RequestView]) -> list[Decision]:
 def test_a_controller_that_fails_costs_only_the_drafting(
     target: MarkovModel, decisions: Callable[[object], list[Decision]], said: str
 ) -> None:
-    controller = ScriptedController([])
-    controller.decide = decisions  # type: ignore[method-assign, assignment]
+    controller = altered(ScriptedController([]), decide=decisions)
     answer = Engine(target, oracle(target), controller=controller).generate([3, 1], SamplingParams(max_tokens=6))
     assert answer.token_ids == greedy(target, [3, 1], 6)
     assert said in answer.warnings[0]
@@ -384,17 +361,14 @@ def test_a_controller_that_fails_costs_only_the_drafting(
 
 @pytest.mark.plants_failures
 def test_a_controller_that_fails_for_one_request_goes_on_for_the_others(target: MarkovModel) -> None:
-    class Picky(ScriptedController):
-        def decide(self, views):  # type: ignore[no-untyped-def]
-            if any(view.params.seed == 7 for view in views):
-                raise RuntimeError("not seven")
-            return super().decide(views)
-
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (6, 7)]
-    fine, bad = Engine(target, oracle(target), controller=Picky([Budget(2)])).generate([[3, 1], [3, 1]], params)
+    by_seed = raising(
+        ScriptedController([Budget(2)]), decide=lambda views: any(each.params.seed == 7 for each in views)
+    )
+    fine, bad = Engine(target, oracle(target), controller=by_seed).generate([[3, 1], [3, 1]], params)
     assert fine.token_ids == bad.token_ids == greedy(target, [3, 1], 6)
     assert fine.stats.draft_tokens > 0 and fine.warnings == ()
-    assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: not seven)" in bad.warnings[0]
+    assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: no idea)" in bad.warnings[0]
 
 
 def test_a_controller_sees_each_request_that_may_be_drafted_for_and_what_a_step_counted(target: MarkovModel) -> None:
@@ -510,38 +484,13 @@ def test_a_decision_to_draft_is_kept_only_while_drafters_find_the_same(kinds: Ca
     assert len(controller.asked) == pytest.approx(asked, abs=8)
 
 
-class FailsOnce(ScriptedDrafter):
-    """Breaks at its second proposal."""
-
-    calls = 0
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        self.calls += 1
-        if self.calls == 2:
-            raise RuntimeError("broken")
-        return super().propose(batch, budgets, noise)
-
-
 @pytest.mark.plants_failures
 def test_a_decision_that_is_kept_asks_nobody_who_failed_since() -> None:
-    target, controller = MarkovModel.random(5, 1), RestingWithDrafts()
-    drafter = FailsOnce(lambda tokens: [[0, 0, 0, 0]])
-    answer = Engine(target, drafter, controller=controller).generate([1, 2], SamplingParams(max_tokens=14))
-    assert answer.error is None
-    assert len(answer.token_ids) == 14
-    assert drafter.calls == 2
-
-
-class Failing(PromptLookup):
-    """Its hints fail from the third call on."""
-
-    calls = 0
-
-    def hint(self, request: DraftRequest) -> Hint:
-        self.calls += 1
-        if self.calls > 2:
-            raise RuntimeError("no hint")
-        return super().hint(request)
+    calls = itertools.count(1)
+    drafter = raising(ScriptedDrafter(lambda tokens: [[0, 0, 0, 0]]), propose=lambda *_: next(calls) == 2)
+    engine = Engine(MarkovModel.random(5, 1), drafter, controller=RestingWithDrafts())
+    answer = engine.generate([1, 2], SamplingParams(max_tokens=14))
+    assert (answer.error, len(answer.token_ids), next(calls)) == (None, 14, 3)
 
 
 @pytest.mark.plants_failures
@@ -549,13 +498,11 @@ class Failing(PromptLookup):
 def test_hints_that_fail_cost_no_answer(controller: str) -> None:
     target, params = MarkovModel.random(5, 1), SamplingParams(max_tokens=12)
     plain = Engine(target).generate([[1, 2], [1, 3]], params)
-    drafter = Failing(4, min_ngram=1)
+    calls = itertools.count(1)
+    drafter = raising(PromptLookup(4, min_ngram=1), "no hint", hint=lambda request: next(calls) > 2)
     engine = Engine(target, drafter, controller=Resting() if controller == "resting" else controller)
     answers = engine.generate([[1, 2], [1, 3]], params)
-    assert drafter.calls > 2
-    assert [answer.error for answer in answers] == [None, None]
-    for answer in answers:
-        assert answer.warnings == (
-            "drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",
-        )
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert next(calls) > 3
+    told = ("drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",)
+    for answer, alone in zip(answers, plain, strict=True):
+        assert (answer.error, answer.warnings, answer.token_ids) == (None, told, alone.token_ids)

@@ -61,13 +61,8 @@ def by_threads(count: int, act: Callable[[int], object]) -> None:
         thread.join(PATIENCE_S)
 
 
-@pytest.fixture
-def turns() -> Iterator[FairLock]:
-    yield FairLock()
-
-
-def test_turns_come_in_the_order_in_which_threads_asked(turns: FairLock) -> None:
-    order: list[int] = []
+def test_turns_come_in_the_order_in_which_threads_asked() -> None:
+    order, turns = list[int](), FairLock()
 
     def take(number: int) -> None:
         with turns:
@@ -90,8 +85,9 @@ def test_turns_come_in_the_order_in_which_threads_asked(turns: FairLock) -> None
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_who_gives_up_waiting_does_not_stop_the_others(turns: FairLock, handed: bool) -> None:
+def test_who_gives_up_waiting_does_not_stop_the_others(handed: bool) -> None:
     """Ctrl-C while waiting, and at the very moment when the turn came."""
+    turns = FairLock()
 
     class Place:
         def acquire(self) -> None:

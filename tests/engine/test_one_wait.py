@@ -135,14 +135,13 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 }
 
 
-def likeliest(target: HuggingFaceModel) -> Medusa:
+def likeliest(target: HuggingFaceModel, kind: type[Medusa] = Medusa) -> Medusa:
     """Trees that the heads' own probabilities choose at each step, which the host must see."""
-    return Medusa(medusa(target).head, GuessTrees(3), nodes=9)
+    return kind(medusa(target).head, GuessTrees(3), nodes=9)
 
 
 def recorded_likeliest(target: HuggingFaceModel) -> Medusa:
-    """The same, replayed from recordings."""
-    return RecordedMedusa(medusa(target).head, GuessTrees(3), nodes=9)
+    return likeliest(target, RecordedMedusa)
 
 
 def beams(target: HuggingFaceModel) -> Redrafter:
@@ -346,19 +345,16 @@ class SpoiledDraft(Spoiled):
 
 def test_a_draft_without_a_distribution_drafts_stand_ins_that_are_judged_exactly() -> None:
     target = model()
-    for params in (GREEDY, SEEDED):
+    for params in (GREEDY, SEEDED, SAMPLED):
         plain = [answer.token_ids for answer in answers_of(Engine(target), [params] * 3)]
         with standing_in() as standin:
-            answers = answers_of(
-                Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [params] * 3
-            )
-        assert [answer.token_ids for answer in answers] == plain
-        assert all(answer.warnings == () and answer.stats.accepted_tokens for answer in answers)
+            engine = Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed")
+            answers = answers_of(engine, [params] * 3)
+        assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
         assert set(standin.fetches) == {1}
-    with standing_in() as standin:
-        answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [SAMPLED] * 3)
-    assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
-    assert set(standin.fetches) == {1}
+        if params is not SAMPLED:
+            assert [answer.token_ids for answer in answers] == plain
+            assert all(answer.stats.accepted_tokens for answer in answers)
 
 
 class FalseProbs(DraftModel):
@@ -418,65 +414,51 @@ def test_the_standin_notices_other_reads() -> None:
 # ------------------------------------------------------------------------------- on a real device
 
 
+def on_cuda(noise: float | None = None, device: str = "cuda") -> HuggingFaceModel:
+    module: Any = stock("llama") if noise is None else noisy_stock("llama", noise)
+    return HuggingFaceModel(module.to(device), None, "llama", fastest_backend)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("drafter", ["plain", "chain"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's own word: any wait raises but that at the door. Recording a graph waits, so a first run records."""
-
-    def on_cuda(noise: float | None) -> HuggingFaceModel:
-        module: Any = stock("llama") if noise is None else noisy_stock("llama", noise)
-        return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_backend)
-
-    target = on_cuda(None)
-    engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None, controller="fixed")
+    engine = Engine(on_cuda(), DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None, controller="fixed")
     expected, _ = answers_of(engine, BATCHES[batch]), answers_of(engine, BATCHES[batch])
-    fetch, run = transfers.fetch, Step.run
-    fetches = 0
+    fetch, run, fetches, steps = transfers.fetch, Step.run, list[int](), list[object]()
 
-    def through_the_door(tensors: Sequence[Tensor]) -> list[list[float]]:
-        nonlocal fetches
-        fetches += 1
-        torch.cuda.set_sync_debug_mode("default")
+    def within(mode: str, outside: str, call: Callable[..., Any], *given: Any) -> Any:
+        torch.cuda.set_sync_debug_mode(mode)
         try:
-            return fetch(tensors)
+            return call(*given)
         finally:
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode(outside)
 
-    def watched(step: Step, *args: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return run(step, *args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def through_the_door(tensors: Sequence[Tensor]) -> Any:
+        fetches.append(len(tensors))
+        return within("default", "error", fetch, tensors)
 
-    steps = 0
-
-    def count(_: object) -> None:
-        nonlocal steps
-        steps += 1
-
-    engine.listeners.append(count)
+    engine.listeners.append(steps.append)
     monkeypatch.setattr(transfers, "fetch", through_the_door)
-    monkeypatch.setattr(Step, "run", watched)
+    monkeypatch.setattr(Step, "run", lambda step, *given: within("error", "default", run, step, *given))
     answers = answers_of(engine, BATCHES[batch])
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert all(answer.warnings == () for answer in answers)
-    assert fetches == steps > 0
+    assert len(fetches) == len(steps) > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rule", [SpeculativeSampling()], ids=["speculative"])
-def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
+@needs_cuda
+def test_on_cuda_sampled_answers_are_those_of_the_cpu() -> None:
     """The distribution of a float32 model differs in its last bits between devices, so near the start only."""
-    params = SamplingParams(max_tokens=12, temperature=0.8)
-    answers = []
+    found = []
     for device in ("cpu", "cuda"):
-        target, draft = (
-            HuggingFaceModel(module.to(device), None, "llama", fastest_backend)  # type: ignore[arg-type]
-            for module in (stock("llama"), noisy_stock("llama", 0.1))
-        )
-        answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule, controller="fixed"), [params] * 3))
-    assert [a.token_ids[:4] for a in answers[0]] == [a.token_ids[:4] for a in answers[1]]
+        engine = Engine(on_cuda(None, device), DraftModel(on_cuda(0.1, device), 3), controller="fixed")
+        answers = answers_of(engine, [SamplingParams(max_tokens=12, temperature=0.8)] * 3)
+        found.append([answer.token_ids[:4] for answer in answers])
+    assert found[0] == found[1]

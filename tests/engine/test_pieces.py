@@ -71,12 +71,38 @@ def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafte
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
 
 
+def following(letters: str, *ends: int) -> MarkovModel:
+    """Token i + 1 follows token i."""
+    count = len(letters)
+    after = torch.eye(count, dtype=torch.float64).roll(1, dims=1)
+    made = MarkovModel(after.expand(count, count, count), eos_token_ids=ends)
+    made.tokenizer = Letters(count, letters)  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(("depth", "length"), [(0, 1.0), (6, 5.0)])
+def test_the_mean_acceptance_length_counts_what_came_up_to_the_end(depth: int, length: float) -> None:
+    """Answers that end by an end of text, a stop id and a stop text of two tokens. Plain decoding has exactly one; a
+    call with right guesses gives all but the prompt's own token: five, and none behind the end."""
+    letters, by_id, by_text = "_abcdefghijk", SamplingParams(stop_token_ids=(6,)), SamplingParams(stop=("ef",))
+    drafter = ScriptedDrafter(lambda tokens: [[len(tokens) + place for place in range(depth)]], depth=depth or 1)
+    for model, params, behind in (
+        (following(letters, 6), SamplingParams(), 1),
+        (following(letters), by_id, 1),
+        (following(letters), by_text, 2),
+    ):
+        answer = Engine(model, drafter, controller="fixed").generate([0], params)
+        stats = answer.stats
+        assert (answer.finish_reason, stats.stop_tokens, stats.mean_acceptance_length) == ("stop", behind, length)
+        assert stats.prefill_tokens + stats.emitted_tokens == len(answer.token_ids) == 6 - behind
+        assert stats.target_calls == (1 if depth else 5)
+    at_once = Engine(following(letters)).generate([0], SamplingParams(stop_token_ids=(1,)))
+    assert (at_once.token_ids, at_once.stats.stop_tokens, at_once.stats.target_calls) == ([], 0, 0)
+
+
 def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() -> None:
     """The answer is a | c c c c | b a | b a | b x by steps; with the stop text "babab" only "acccc" counts."""
-    count = 12
-    after = torch.eye(count, dtype=torch.float64).roll(1, dims=1)  # token i + 1 follows token i
-    target = MarkovModel(after.expand(count, count, count))
-    target.tokenizer = Letters(count, "_accccbababx")  # type: ignore[assignment]
+    target = following("_accccbababx")
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
     engine = Engine(
         target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed", entropy=5

@@ -52,12 +52,7 @@ def compute(request: Request, tokens: int) -> None:
 
 
 class Device:
-    """Runs what a scheduler says, in seconds that are a function of the prompts' tokens and of the rows that decode.
-
-    Args:
-        reading: of prompts.
-        seconds: by these two.
-    """
+    """Runs what a scheduler says, in seconds that are a function of the prompts' tokens and of the rows that decode."""
 
     def __init__(self, reading: PromptReading, seconds: Callable[[int, int], float]) -> None:
         self.scheduler = Scheduler(1024, reading)

@@ -56,7 +56,8 @@ def target() -> LanguageModel:
     return embedded()
 
 
-def forms_of(target: LanguageModel) -> Forms:
+@pytest.fixture
+def forms(target: LanguageModel) -> Forms:
     return Forms(tokenizer_of(target), target.vocab_size, target.eos_token_ids)
 
 
@@ -115,9 +116,8 @@ def test_answers_have_the_form_and_are_those_of_plain_decoding(
         assert_has_form(name, answer.text or "")
 
 
-def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
+def test_masks_are_functions_of_paths(target: LanguageModel, forms: Forms) -> None:
     """A mask behind a path is the one that plain decoding would see there, in whatever order they are asked for."""
-    forms = forms_of(target)
     text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     at_once = forms.start(FORMS["schema"], [1, *text[:2]], 1)
     for count in (9, 2, 5, 0, 9):
@@ -132,9 +132,8 @@ def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
     assert at_once.legal(text[2:]) == len(text) - 2
 
 
-def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel) -> None:
+def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel, forms: Forms) -> None:
     """A chain goes on with one state of the form; branches, ends and what is illegal must not lead it astray."""
-    forms = forms_of(target)
     text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     chain = [tuple(text[:count]) for count in range(len(text) + 1)]
     ends = [(*text, target.eos_token_ids[0]), (*text, target.eos_token_ids[0], text[0])]
@@ -148,13 +147,11 @@ def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel
 
 
 @pytest.mark.parametrize("name", [*FORMS, "counted"])
-def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: LanguageModel, name: str) -> None:
+def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: LanguageModel, forms: Forms, name: str) -> None:
     """Greedy answers are checked token by token, and must be the likeliest of what sampled ones are drawn from."""
-    assert target.tokenizer is not None
     counted = Structured("grammar", 'start: body "Y"\nbody[max_tokens=3]: /[a-z ]+/')
     structured = FORMS.get(name, counted)
     text = Engine(target).generate(PROMPT, SamplingParams(40, 1.0, seed=1, structured=structured)).token_ids
-    forms = forms_of(target)
     looked = 0
     for count in range(0, min(len(text), 14) + 1, 2):
         path = tuple(text[:count])
@@ -168,8 +165,7 @@ def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: Language
     assert looked > 400
 
 
-def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel, forms: Forms) -> None:
     params = SamplingParams(24, structured=FORMS["schema"], logprobs=5, logprobs_mode="processed")
     answer = Engine(target, "prompt-lookup,min_ngram=1", controller="fixed").generate(PROMPT, params)
     state = forms.start(FORMS["schema"], tokens := [1], 1)
@@ -179,15 +175,13 @@ def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -
         tokens.append(token)
 
 
-def test_a_whole_form_may_only_end(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_a_whole_form_may_only_end(target: LanguageModel, forms: Forms) -> None:
     state = forms.start(Structured("choice", ["ab"]), tokens := [1], 1)
     tokens += tokenizer_of(target).plain_ids("ab")
     assert set(np.flatnonzero(state.masks([()])[0])) == set(target.eos_token_ids[:1])
 
 
-def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel, forms: Forms) -> None:
     params = SamplingParams(structured=FORMS["choice"])
     form = forms.start(FORMS["choice"], [1], 1)
     shaping = Shaping(params, [1], 1, [], [], target.vocab_size, form)
@@ -199,11 +193,10 @@ def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -> None:
+def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, forms: Forms, name: str) -> None:
     """Where the form leaves no choice of text the model still has its choice of tokens; the draft is one of them."""
     plain = Engine(target).generate(PROMPT, SamplingParams(60, structured=FORMS[name]))
     spelled = {token: tokenizer_of(target).token_text(token) for token in range(target.vocab_size)}
-    forms = forms_of(target)
     state = forms.start(FORMS[name], tokens := [1], 1)
     drafted = 0
     for count, token in enumerate(plain.token_ids):
@@ -221,8 +214,7 @@ def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -
     assert drafted or name in ("regex", "grammar", "object")
 
 
-def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel, forms: Forms) -> None:
     state = forms.start(Structured("regex", "x(abcd:[0-9]abcd:z)"), tokens := [1], 1)
     spell = tokenizer_of(target).plain_ids
     tokens += spell("x")

@@ -96,24 +96,13 @@ def test_no_prompts_have_no_answers(target: MarkovModel) -> None:
     assert [answer.finish_reason for answer in engine.generate([[], [1]], FEW)] == ["error", "length"]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        b"\x01\x02",
-        bytearray(b"\x01"),
-        [True, False],
-        [1, np.True_],
-        torch.tensor([True, False]),
-        [torch.tensor(True)],
-        {1: 2},
-        {1, 2},
-        7,
-        None,
-        [1.0],
-        [1, "2"],
-    ],
-    ids=repr,
-)
+NO_IDS = [
+    b"\x01\x02", bytearray(b"\x01"), [True, False], [1, np.True_], torch.tensor([True, False]), [torch.tensor(True)],
+    {1: 2}, {1, 2}, 7, None, [1.0], [1, "2"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", NO_IDS, ids=repr)
 def test_what_is_no_list_of_ids_is_refused(target: MarkovModel, prompt: Any) -> None:
     engine = Engine(target)
     for ask in (engine.generate, engine.submit, engine.stream):

@@ -32,8 +32,15 @@ from truedraft.process.loop import plain_steps
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
 def test_paths_of_letters_have_the_law_of_the_plain_chain(window: int) -> None:
     count = 20_000
-    start = torch.zeros(count, dtype=torch.int64)
-    chains = speculate(Letters(), start, 4, draft=Letters.draft, window=window, seed=window, keep_path=True)
+    chains = speculate(
+        Letters(),
+        torch.zeros(count, dtype=torch.int64),
+        4,
+        draft=Letters.draft,
+        window=window,
+        seed=window,
+        keep_path=True,
+    )
     before, after = chains.path[:, :-1], chains.path[:, 1:]
     assert (before[:, 0] == 0).all() and torch.equal(chains.path[:, -1], chains.states)
     shares = torch.bincount((after * torch.tensor([64, 16, 4, 1])).sum(1), minlength=256) / count
@@ -141,11 +148,8 @@ def test_a_failing_step_ends_its_chain_alone(window: int, raises: bool) -> None:
     assert (chains.at[~ended] == 30).all()
     for chain in torch.nonzero(ended)[:, 0].tolist():
         error = chains.errors[chain]
-        assert (
-            (isinstance(error, RuntimeError) and "no force" in str(error))
-            if raises
-            else isinstance(error, ProcessError)
-        )
+        assert isinstance(error, RuntimeError if raises else ProcessError)
+        assert "no force" in str(error) or not raises
         assert (chains.states[chain].abs() > 1.8).any(), "it stands where its step fails"
         assert (chains.path[chain, : int(chains.at[chain])].abs() <= 1.8).all()
 
@@ -241,12 +245,7 @@ def test_what_is_known_are_the_last_two_outputs(made: int, newest: list[float]) 
 
 
 class Dear(Wells):
-    """Its calls take seconds of a clock that only they move, and each look at it a little.
-
-    Args:
-        call_s: seconds of a call.
-        point_s: of each of its points.
-    """
+    """Its calls, and their points, take seconds of a clock that only they move, and each look at it a little."""
 
     def __init__(self, call_s: float, point_s: float) -> None:
         super().__init__(step=0.02)

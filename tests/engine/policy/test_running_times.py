@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from support.fake_times import FakeClock
-from support.simulated_drafting import DRAFT_S, Machine, SimulatedDrafter, steady
+from support.simulated_drafting import DRAFT_S, Machine, SimulatedDrafter, simulated, steady
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.engine.policy import RunningTimes
 from truedraft.engine.policy.running import Corrected, _between
@@ -100,10 +101,11 @@ def test_times_that_are_none_are_not_looked_at() -> None:
 # ------------------------------------------------------------------------------------------ an engine's times
 
 
-def times_of(**drafters: SimulatedDrafter) -> tuple[RunningTimes, FakeClock, Machine]:
-    clock, machine = FakeClock(), Machine()
-    named = drafters or {"a": SimulatedDrafter(steady(0.5))}
-    return RunningTimes(machine, named, clock), clock, machine  # type: ignore[arg-type]
+def times_of(
+    *drafters: SimulatedDrafter | float, machine: Machine | None = None
+) -> tuple[RunningTimes, FakeClock, Machine]:
+    made = simulated(*drafters or (0.5,), machine=machine)
+    return made.times, made.clock, made.machine
 
 
 def record(total_s: float, rows: int = 1, drafting: Sequence[DraftTime] = (), **more: Any) -> StepRecord:
@@ -189,8 +191,7 @@ def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
 
 def settling() -> tuple[RunningTimes, FakeClock, Machine]:
     """Plain steps of 10 ms that take up to 4 ms more until many follow each other."""
-    clock, machine = FakeClock(), Machine(settles_s=0.004)
-    return RunningTimes(machine, {"a": SimulatedDrafter(steady(0.5))}, clock), clock, machine  # type: ignore[arg-type]
+    return times_of(machine=Machine(settles_s=0.004))
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.5])
@@ -241,17 +242,18 @@ def test_large_drafts_that_take_longer_than_the_curve_says_nothing_of_small_ones
     assert times.step_s(2, [100], True) == pytest.approx(machine.step_s(2), rel=0.03)
 
 
+@dataclass
 class Piece:
-    """A measurement in pieces of 20 ms, of a cost that is known or not."""
+    """A measurement in pieces of 20 ms, of a cost that is known or not; of a drafter or, without a name, of steps."""
 
-    name = None
-
-    def __init__(self, clock: FakeClock, known: bool) -> None:
-        self.clock, self.known = clock, known
+    clock: FakeClock
+    known: bool = True
+    more: bool = True
+    name: str | None = None
 
     def go_on(self) -> bool:
         self.clock.now += 0.02
-        return True
+        return self.more
 
     def release(self) -> None: ...
 
@@ -312,7 +314,7 @@ def test_contexts_are_asked_for_to_the_nearest_of_a_few() -> None:
             return forward
 
     machine = Counting()
-    times = RunningTimes(machine, {}, FakeClock())  # type: ignore[arg-type]
+    times = times_of(machine=machine)[0]
     for context in range(200):
         times.step_s(3, [context, context], True)
     assert machine.asked <= 5
@@ -323,7 +325,7 @@ def test_contexts_are_asked_for_to_the_nearest_of_a_few() -> None:
 
 
 def test_gains_measured_before_are_handed_on() -> None:
-    times, *_ = times_of(a=SimulatedDrafter(steady(0.5), known=[0.5, 0.2]), b=SimulatedDrafter(steady(0.5)))
+    times, *_ = times_of(SimulatedDrafter(steady(0.5), known=[0.5, 0.2]), 0.5)
     view = type("View", (), {"params": None})()
     assert times.acceptance("a", view) == [0.5, 0.2]
     assert times.acceptance("b", view) == ()
@@ -334,16 +336,7 @@ def test_corrections_of_a_curve_are_not_those_of_the_next() -> None:
     another's.
     """
 
-    class Once:
-        known, name = True, None
-
-        def go_on(self) -> bool:
-            return False
-
-        def release(self) -> None: ...
-
-    clock, machine, drafter = FakeClock(), Machine(believed=0.5, drafting_believed=0.5), SimulatedDrafter(steady(0.5))
-    times = RunningTimes(machine, {"a": drafter, "b": drafter}, clock)  # type: ignore[arg-type]
+    times, clock, machine = times_of(0.5, 0.5, machine=Machine(believed=0.5, drafting_believed=0.5))
     for name in "ab":
         times.drafting_s(name, 1, 2, True)
     for _ in range(30):
@@ -354,10 +347,10 @@ def test_corrections_of_a_curve_are_not_those_of_the_next() -> None:
     before = [times.step_s(3, [100], True), times.drafting_s("a", 1, 2, True), times.drafting_s("b", 1, 2, True)]
     assert before == pytest.approx([machine.step_s(3), 2 * DRAFT_S, 2 * DRAFT_S], rel=0.05)
     machine._believed = 1.0
-    times._measure_on([Once()])  # type: ignore[list-item]
+    times._measure_on([Piece(clock, more=False)])  # type: ignore[list-item]
     assert [times.step_s(rows, [100], True) for rows in (1, 3)] == [machine.step_s(rows) for rows in (1, 3)]
     assert times.drafting_s("b", 1, 2, True) == before[2]
-    machine._drafting_believed, Once.name = 1.0, "a"  # type: ignore[assignment]
-    times._measure_on([Once()])  # type: ignore[list-item]
+    machine._drafting_believed = 1.0
+    times._measure_on([Piece(clock, more=False, name="a")])  # type: ignore[list-item]
     assert times.drafting_s("a", 1, 2, True) == pytest.approx(2 * DRAFT_S)
     assert times.drafting_s("b", 1, 2, True) == pytest.approx(4 * DRAFT_S, rel=0.05), "its correction is still there"
