@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support import tiny_models
-from support.answers import finished
+from support.answers import finished, fixed
 from support.faulty_parts import raising
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Speculation
@@ -69,7 +69,7 @@ def test_one_that_gets_no_memory_fails_alone(
     target: LanguageModel, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = expected(target)
-    engine = Engine(target, DraftModel(tiny_models.packed("llama")), controller="fixed")
+    engine = fixed(target, DraftModel(tiny_models.packed("llama")))
     fail_once(monkeypatch, engine.target, "new_cache", place, MemoryError("no room"))
     answers = engine.generate(PROMPTS, PARAMS)
     failed = answers.pop(place)
@@ -106,7 +106,7 @@ def test_one_whose_beginning_cannot_be_kept_ends_all_the_same(
     own, pool, draft = expected(target), target.pool, DraftModel(tiny_models.noisy("llama", 0.01))
     assert pool is not None
     before = pool.in_use
-    engine = Engine(target, draft, controller="fixed", prefix_cache_bytes=1 << 20)
+    engine = fixed(target, draft, prefix_cache_bytes=1 << 20)
     monkeypatch.setattr(PrefixCache, "keep", lambda *_: 1 / 0)
     assert [answer.token_ids for answer in engine.generate(PROMPTS, PARAMS)] == own
     assert engine.check_idle() == []
@@ -130,14 +130,14 @@ def test_a_step_that_fails_behind_its_commit_goes_on_from_there(
     target: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = expected(target)
-    engine = Engine(target, PromptLookup(min_ngram=1), controller="fixed")
+    engine = fixed(target, PromptLookup(min_ngram=1))
     fail_once(monkeypatch, engine._drafting, "observe", 0, RuntimeError("broken"))  # behind the prompts' step
     answers = engine.generate(PROMPTS, PARAMS)
     assert [(answer.finish_reason, answer.token_ids) for answer in answers] == [("length", tokens) for tokens in own]
 
 
 def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageModel) -> None:
-    engine = Engine(target, PromptLookup(min_ngram=1), controller="fixed")
+    engine = fixed(target, PromptLookup(min_ngram=1))
     requests = [engine.submit(prompt, PARAMS) for prompt in PROMPTS]
     finished(engine, requests)
     assert all(request.last_step is not None and request.last_step.shown is None for request in requests)
@@ -148,7 +148,7 @@ def test_requests_that_are_over_keep_no_output_of_their_batch(target: LanguageMo
 def test_drafters_that_a_request_does_not_want_hold_nothing_for_it(target: LanguageModel, limit: int | None) -> None:
     lookup, begun = PromptLookup(min_ngram=1), list[int]()
     drafter = altered(lookup, begin=lambda request: begun.append(request.id) or lookup.begin(request))
-    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit)
+    engine = fixed(target, drafter, max_cache_bytes=limit)
     request = engine.submit([1, 2, 1, 2], PARAMS, speculation=Speculation(()))
     wanted = engine.submit([1, 2, 1, 2], PARAMS)
     without, drafted = finished(engine, [request, wanted])
@@ -200,7 +200,7 @@ def test_proposals_asked_for_again_are_counted_for_each_request_and_told_once(ca
         ScriptedDrafter(lambda tokens: [[5]], depth=1),
         propose=lambda batch, *_: asked.append(len(batch) if len(batch) > 1 else 0) or len(batch) > 1,
     )
-    answers, told = engine_told(Engine(markov(), drafter, controller="fixed"))
+    answers, told = engine_told(fixed(markov(), drafter))
     assert [answer.token_ids for answer in answers] == plain()
     assert sum(answer.stats.recoveries for answer in answers) == sum(asked)
     assert min(answer.stats.recoveries for answer in answers) > 1
@@ -244,7 +244,7 @@ def test_a_step_that_fails_is_done_again_in_halves() -> None:
 def test_one_request_alone_is_not_asked_again() -> None:
     asked: list[int] = []
     drafter = raising(ScriptedDrafter(lambda tokens: []), propose=lambda batch, *_: asked.append(len(batch)) or True)
-    answer = Engine(markov(), drafter, controller="fixed").generate(SMALL[0], FEW)
+    answer = fixed(markov(), drafter).generate(SMALL[0], FEW)
     assert answer.token_ids == plain()[0]
     assert (asked, answer.stats.recoveries, len(answer.warnings)) == ([1], 0, 1)
 
@@ -257,7 +257,7 @@ def test_failures_are_logged_once_with_their_traceback(caplog: pytest.LogCapture
                 raise RuntimeError("odd")
             raise LookupError("even")
 
-    engine = Engine(markov(), Broken(lambda tokens: []), controller="fixed")
+    engine = fixed(markov(), Broken(lambda tokens: []))
     for _ in range(2):
         answers = engine.generate([*SMALL, *SMALL], FEW)
         assert all("went on undrafted" in answer.warnings[0] for answer in answers)

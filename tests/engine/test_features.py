@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from support.answers import fixed
 from support.head_models import MarkovWithHead
 from truedraft import Engine, SamplingParams
 from truedraft.core.proposal import Proposal
@@ -97,8 +98,13 @@ def test_the_last_row_is_where_the_next_token_was_drawn(target: MarkovWithHead) 
 def test_all_rows_are_those_of_the_tree_and_of_each_token_of_a_prompt(target: MarkovWithHead) -> None:
     drafter = All()
     run(target, drafter)
-    parts = [outcome for _, outcome in drafter.seen if outcome.partial]
-    assert [len(outcome.hidden) for outcome in parts if outcome.hidden is not None] == [4, 4]
+    last = Last()
+    run(target, last)
+    parts, ends = ([outcome for _, outcome in each.seen if outcome.partial] for each in (drafter, last))
+    for rows, end in zip(parts, ends, strict=True):
+        assert rows.hidden is not None and end.hidden is not None and end.hidden.equal(rows.hidden[-1:])
+        assert len(rows.hidden) == 4 and end.tokens == () and end.path == ()
+    assert len(parts) == 2
     trees = [each for each in drafter.seen if len(each[1].proposal.tree)]
     assert trees
     for before, outcome in trees:
@@ -106,16 +112,6 @@ def test_all_rows_are_those_of_the_tree_and_of_each_token_of_a_prompt(target: Ma
         wanted = torch.stack([target.vector_after([*before, *path]) for path in ((), *paths)])
         assert outcome.hidden is not None and outcome.hidden.equal(wanted)
         assert outcome.logits is not None and len(outcome.logits) == len(wanted)
-
-
-def test_a_part_of_a_prompt_shows_its_own_rows(target: MarkovWithHead) -> None:
-    drafters = Last(), All()
-    for drafter in drafters:
-        run(target, drafter)
-    first, every = ([outcome for _, outcome in each.seen if outcome.partial] for each in drafters)
-    for last, rows in zip(first, every, strict=True):
-        assert last.hidden is not None and rows.hidden is not None and last.hidden.equal(rows.hidden[-1:])
-        assert last.tokens == () and last.path == ()
 
 
 def test_rows_of_trees_are_all_of_a_tree_and_the_last_of_a_part_of_a_prompt(target: MarkovWithHead) -> None:
@@ -147,4 +143,4 @@ def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead)
         features: Features | None = Features(layers=(2,))
 
     with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
-        Engine(target, Layered(), controller="fixed", entropy=2)
+        fixed(target, Layered(), entropy=2)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from support.answers import fixed
 from support.laws import Law, law_of, p_value_of_answers
-from truedraft import Engine, SamplingParams
+from truedraft import SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.params import Structured
@@ -112,7 +113,7 @@ class Unmasked(Drafter):
 
 
 def found(target: MarkovModel, drafter: Drafter, answers: int) -> float:
-    engine = Engine(target, drafter, controller="fixed", max_batch=64, entropy=0)
+    engine = fixed(target, drafter, max_batch=64, entropy=0)
     params = SamplingParams(LENGTH, 1.0, structured=Structured("json_object"))
     return p_value_of_answers(engine, PROMPT, params, law(target), answers)
 
@@ -143,7 +144,7 @@ def test_what_leaves_the_form_is_not_computed(monkeypatch: pytest.MonkeyPatch) -
     """A chain whose second token is illegal: the forward sees the first alone, the verdict all."""
     target = MarkovModel.random(VOCAB, seed=1)
     rows: list[tuple[int, int]] = []
-    engine = Engine(target, Unmasked(MarkovModel.random(VOCAB, seed=2), drops=False), controller="fixed", entropy=0)
+    engine = fixed(target, Unmasked(MarkovModel.random(VOCAB, seed=2), drops=False), entropy=0)
     engine.listeners.append(
         lambda record: rows.extend((step.rows, step.nodes) for step in record.requests if not step.prefill)
     )

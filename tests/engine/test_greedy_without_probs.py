@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.answers import fixed
 from support.fixed_noise import answers_of
 from support.markov import greedy, spoiled
 from support.tiny_models import PROMPTS, VOCAB, stock
@@ -74,7 +75,7 @@ def test_greedy_makes_no_distribution(
     target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_probs(monkeypatch)
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     engine.generate([[3, 1, 4], [2]], GREEDY)
     assert made == []
     engine.generate([3, 1, 4], SAMPLED)
@@ -87,7 +88,7 @@ def test_answers_are_those_that_distributions_give(
     """Greedy, sampled and seeded requests in one batch, in every order of neighbours."""
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6], [3, 3], [7]]
     params = [GREEDY, SAMPLED, GREEDY, GREEDY, SEEDED, SAMPLED]
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     without = answers_of(engine, prompts, params)
     alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     backwards = answers_of(engine, prompts[::-1], params[::-1])[::-1]
@@ -107,7 +108,7 @@ def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.M
     model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, DraftModel(model, branching=(3, 2, 1))):
-        engine = Engine(model, drafter, controller="fixed")
+        engine = fixed(model, drafter)
         without = [answer.token_ids for answer in engine.generate(prompts, GREEDY)]
         with monkeypatch.context() as patch:
             with_probs(patch)
@@ -118,7 +119,7 @@ def test_ties_go_to_the_lowest_id(target: MarkovModel) -> None:
     """All logits are equal but that of the last token, which is lower."""
     model = spoiled(target, lambda row, pair: row.zero_()[-1:].fill_(-1.0))
     for drafter in (None, ScriptedDrafter(lambda tokens: [[1, 0], [0, 0, 2]])):
-        answer = Engine(model, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=9))
+        answer = fixed(model, drafter).generate([3, 1], SamplingParams(max_tokens=9))
         assert answer.token_ids == [0] * 9
 
 
@@ -152,13 +153,13 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
     place = next(i for i in range(1, 12) if (texts[1][i], texts[1][i + 1]) not in others)
     broken = broken_behind(target, (texts[1][place], texts[1][place + 1]), spoil)
     params = SamplingParams(max_tokens=12)
-    answers = Engine(broken, drafter, controller="fixed").generate(prompts, params)
+    answers = fixed(broken, drafter).generate(prompts, params)
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
     assert answers[1].token_ids == texts[1][2 : place + 2]
     assert "gave NaN or infinite logits" in (answers[1].error or "")
     with pytest.raises(InvalidLogitsError, match=f"after {place} tokens of its answer"):
-        Engine(broken, drafter, controller="fixed").generate(prompts[1], params)
+        fixed(broken, drafter).generate(prompts[1], params)
 
 
 def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovModel) -> None:
@@ -168,7 +169,7 @@ def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovMode
     pair = next((text[i], wrong) for i in range(2, 9) for wrong in range(SMALL) if (text[i], wrong) not in seen)
     broken = broken_behind(target, pair, "all NaN")
     beside = ScriptedDrafter(lambda tokens: [[pair[1]], greedy_text(target, tokens, 2)[-2:]])
-    answer = Engine(broken, beside, controller="fixed").generate([3, 1], SamplingParams(max_tokens=12))
+    answer = fixed(broken, beside).generate([3, 1], SamplingParams(max_tokens=12))
     assert (answer.finish_reason, answer.token_ids) == ("length", text[2:])
 
 
@@ -178,7 +179,7 @@ def test_minus_infinity_forbids_a_token_and_nothing_else(target: MarkovModel, dr
     for _ in range(20):
         dist = target.probs_after(tokens)
         tokens.append(2 if dist[2] >= dist[5] else 5)
-    engine = Engine(reduced(target, [2, 5]), drafter, controller="fixed")
+    engine = fixed(reduced(target, [2, 5]), drafter)
     greedy, narrow, sampled = engine.generate([[3, 1]] * 3, [params, replace(params, top_k=2), SAMPLED])
     assert greedy.token_ids == narrow.token_ids == tokens[2:]
     assert set(sampled.token_ids) == {2, 5}
@@ -217,7 +218,7 @@ def poisoned(body: BackendMaker) -> tuple[list[Answer], list[list[int]]]:
         following = text[len(tokens) : len(tokens) + 2]
         return [following, [bad] * 4] if next(calls) % 3 and len(following) == 2 else []
 
-    engine = Engine(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script), controller="fixed")
+    engine = fixed(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script))
     first = engine.generate(prompts, GREEDY)
     return [*first, *engine.generate(prompts, GREEDY)], [*plain, *plain]  # then with caches that were given back
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.answers import fixed
 from support.head_models import (
     SHARPENED,
     MarkovWithEmbedding,
@@ -192,7 +193,7 @@ def test_beams_emit_the_targets_distribution_exactly(
 @pytest.mark.parametrize("name", GUESSING)
 def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithEmbedding, name: str) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, GUESSING[name](target), controller="fixed", entropy=0)
+    engine = fixed(target, GUESSING[name](target), entropy=0)
     plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
     made = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in made] == plain
@@ -221,7 +222,7 @@ def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
 
     def accepted(drafter: Medusa) -> int:
-        answers = Engine(target, drafter, max_batch=8, controller="fixed", entropy=0).generate(prompts, params)
+        answers = fixed(target, drafter, max_batch=8, entropy=0).generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)
         return sum(answer.stats.accepted_tokens for answer in answers)
@@ -301,7 +302,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmb
 def test_a_long_prompt_is_read_in_parts(target: MarkovWithEmbedding) -> None:
     long = MarkovWithEmbedding(target.probs, context_length=2048)
     drafter = Watched(long)
-    engine = Engine(long, drafter, controller="fixed", entropy=0)
+    engine = fixed(long, drafter, entropy=0)
     prompt = [i * i % 8 for i in range(1500)]
     answer = engine.generate(prompt, SamplingParams(max_tokens=20))
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.answers import assert_consistent
+from support.answers import assert_consistent, fixed
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import DrafterCounters
@@ -47,7 +47,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "seeded"])
 def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafter: Drafter | None, kind: str) -> None:
-    engine = Engine(target, drafter, controller="fixed", entropy=5)
+    engine = fixed(target, drafter, entropy=5)
     params = [
         SamplingParams(
             max_tokens=40,
@@ -63,7 +63,7 @@ def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafte
     prompts = [[seed % VOCAB, (3 * seed + 1) % VOCAB] for seed in range(len(params))]
     answers = engine.generate(prompts, params)
     for number, (prompt, its, answer) in list(enumerate(zip(prompts, params, answers, strict=True)))[::7]:
-        again = Engine(target, drafter, controller="fixed", entropy=5)
+        again = fixed(target, drafter, entropy=5)
         again._unseeded = itertools.count(number)
         pieces = list(again.stream(prompt, its))
         assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids
@@ -91,7 +91,7 @@ def test_the_mean_acceptance_length_counts_what_came_up_to_the_end(depth: int, l
         (following(letters), by_id, 1),
         (following(letters), by_text, 2),
     ):
-        answer = Engine(model, drafter, controller="fixed").generate([0], params)
+        answer = fixed(model, drafter).generate([0], params)
         stats = answer.stats
         assert (answer.finish_reason, stats.stop_tokens, stats.mean_acceptance_length) == ("stop", behind, length)
         assert stats.prefill_tokens + stats.emitted_tokens == len(answer.token_ids) == 6 - behind
@@ -104,9 +104,7 @@ def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() 
     """The answer is a | c c c c | b a | b a | b x by steps; with the stop text "babab" only "acccc" counts."""
     target = following("_accccbababx")
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
-    engine = Engine(
-        target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed", entropy=5
-    )
+    engine = fixed(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), entropy=5)
     whole = engine.generate([0], SamplingParams(max_tokens=11))
     assert (whole.token_ids, whole.text) == (list(range(1, 12)), "accccbababx")
     assert (whole.stats.accepted_per_position, whole.stats.tried_per_position) == ([4, 1, 1], [4, 3, 1])
@@ -151,9 +149,7 @@ def _add(answer: Answer, name: str) -> None:
 
 @pytest.mark.parametrize("fault", PERTURBED)
 def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
-    engine = Engine(
-        target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), controller="fixed", entropy=5
-    )
+    engine = fixed(target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), entropy=5)
     pieces = list(engine.stream([3, 1], SamplingParams(max_tokens=30, temperature=1.0)))
     pieces = [piece for piece in pieces if piece.token_ids or piece.answer]
     answer = deepcopy(pieces[-1].answer)
@@ -175,7 +171,7 @@ def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
         told.probs[first[0], first[1]] = torch.nan
         for rule in (None, LenientSampling(0.5)):
             drafter = ScriptedDrafter(lambda tokens: [[first[1], seed, 0, 1]])  # noqa: B023
-            answers = Engine(told, drafter, rule, controller="fixed", entropy=5).generate(
+            answers = fixed(told, drafter, rule, entropy=5).generate(
                 [[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=())
             )
             assert answers[0].finish_reason == "error"

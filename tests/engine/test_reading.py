@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from support.answers import fixed
 from support.records import watched
 from support.tiny_models import build, llama, with_noise
 from truedraft import Engine, SamplingParams
@@ -385,7 +386,7 @@ def test_prompts_read_together_beside_answers_are_answered_as_alone(options: str
     params = OPTIONS[options]
     prompts = [[(number + 3 * place * place) % 60 for place in range(tokens)] for number, tokens in enumerate(LENGTHS)]
     alone = [answered_alone(options, tuple(prompt)) for prompt in prompts]
-    engine = Engine(target, DRAFTERS[drafter](), controller="fixed", prefix_cache_bytes=0)
+    engine = fixed(target, DRAFTERS[drafter](), prefix_cache_bytes=0)
     engine._scheduler.reading = Unmoved(most)
     records = watched(engine)
     writer = engine.submit([1, 2, 3], SamplingParams(max_tokens=60))

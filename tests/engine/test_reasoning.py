@@ -14,8 +14,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.option_table import PROMPT, VOCAB, columns, drafters, refusal, world
 from engine.test_form_law import NoTwins
+from engine.test_option_table import PROMPT, VOCAB, columns, drafters, refusal, world
+from support.answers import fixed
 from support.embedded_models import embedded
 from support.laws import law_of, p_value_of_answers
 from truedraft import Engine, SamplingParams
@@ -192,7 +193,7 @@ def test_answers(target: LanguageModel, way: str) -> None:
     )
     found = []
     for drafter in ("none", "prompt-lookup,min_ngram=1", "draft", with_own_drafts(from_spec("draft", target))):
-        answer = Engine(target, drafter, controller="fixed", entropy=3).generate("def push(self):\n<think>", params)
+        answer = fixed(target, drafter, entropy=3).generate("def push(self):\n<think>", params)
         assert answer.error is None and not answer.warnings and answer.finish_reason == "stop"
         reasoning, mark, rest = (answer.text or "").partition("</think>")
         assert mark and rest in ("yes", "no")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny import save_tiny_llama
+from support.answers import fixed
 from support.backends import HostRecorder, graph_backend
 from support.fake_times import FakeClock
 from support.random_decisions import RandomDecisions
@@ -160,9 +161,7 @@ def test_it_is_told_why_nothing_was_drafted(models: tuple[LanguageModel, Languag
         ["def f(x):", "class A:"], SamplingParams(max_tokens=12)
     )
     assert all(re.match("plain was expected to be faster", each.stats.undrafted or "") for each in several)
-    drafted = (
-        Engine(target, DraftModel(draft), controller="fixed").generate("def f(x):", SamplingParams(max_tokens=12)).stats
-    )
+    drafted = fixed(target, DraftModel(draft)).generate("def f(x):", SamplingParams(max_tokens=12)).stats
     assert drafted.drafted_calls > 0 and drafted.undrafted is None
     assert (stats + drafted).undrafted == stats.undrafted and (stats + drafted).drafted_calls == drafted.drafted_calls
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core.test_shaping import by_definition
+from support.answers import fixed
 from support.laws import law_of, p_value_of_answers
 from support.pairwise import named, pairwise
 from truedraft import Engine, SamplingParams
@@ -132,7 +133,7 @@ def test_sampled_answers_follow_the_law_of_the_definition(
         changed = torch.tensor([by_definition(logits, [1, 2], list(answer), params)], dtype=torch.float64)
         return probs_from_logits(changed, params)[0].tolist()  # type: ignore[no-any-return]
 
-    made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64, entropy=0)
+    made = fixed(target, DraftModel(draft, branching=branching), max_batch=64, entropy=0)
     answers = ANSWERS // 2 if forgets else ANSWERS
     found = p_value_of_answers(made, [1, 2], params, law_of(probs_after, 3), answers)
     assert found < 1e-6 if forgets else found > 1e-6

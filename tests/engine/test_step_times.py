@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.answers import fixed
 from support.faulty_parts import raising
 from support.markov import greedy
 from support.records import watched
@@ -75,7 +76,7 @@ def test_what_each_step_feeds(
     """Also a prompt of one token is a prefill; a batch holds a tree for each request. Those below 0 are wrong guesses
     for one place."""
     drafter = wrong(target, -guessed) if guessed < 0 else right(target, guessed) if guessed else None
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     assert engine.listeners == []
     steps = watched(engine)
     engine.generate(prompts, SamplingParams(max_tokens=tokens))
@@ -85,7 +86,7 @@ def test_what_each_step_feeds(
 
 
 def test_a_step_with_one_prefill_among_others_is_a_prefill(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2), controller="fixed")
+    engine = fixed(target, right(target, 2))
     steps = watched(engine)
     engine.submit([3, 1, 4], SamplingParams(max_tokens=7))
     engine.step()
@@ -104,7 +105,7 @@ def test_a_budget_of_zero_is_a_step_of_plain_decoding(target: MarkovModel) -> No
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3), controller="fixed")
+    engine = fixed(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3))
     steps = watched(engine)
     stats = engine.generate([3, 1, 4], SamplingParams(max_tokens=count)).stats
     assert len(steps) == stats.target_calls + stats.prefill_calls
@@ -121,7 +122,7 @@ def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> No
     drafter = right(target, 2)
     slow = altered(target, forward=lambda segments: time.sleep(0.02) or target.forward(segments))
     slow_drafter = altered(drafter, propose=lambda *given: time.sleep(0.01) or drafter.propose(*given))
-    engine = Engine(slow, slow_drafter, controller="fixed")
+    engine = fixed(slow, slow_drafter)
     steps = watched(engine)
     started = time.perf_counter()
     engine.generate([[3, 1, 4], [2]], SamplingParams(max_tokens=7))

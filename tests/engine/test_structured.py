@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.answers import fixed
 from support.embedded_models import embedded
 from support.pairwise import pairwise
 from truedraft import Engine, SamplingParams
@@ -105,7 +106,7 @@ def plain(name: str, way: str) -> Answer:
 def test_answers_have_the_form_and_are_those_of_plain_decoding(
     target: LanguageModel, name: str, way: str, drafter: str
 ) -> None:
-    engine = Engine(target, DRAFTERS[drafter](target), controller="fixed", entropy=0)
+    engine = fixed(target, DRAFTERS[drafter](target), entropy=0)
     answer = engine.generate(PROMPT, SamplingParams(100, structured=FORMS[name], **WAYS[way]))
     assert answer.error is None and not answer.warnings
     if way != "sampled":
@@ -167,7 +168,7 @@ def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: Language
 
 def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel, forms: Forms) -> None:
     params = SamplingParams(24, structured=FORMS["schema"], logprobs=5, logprobs_mode="processed")
-    answer = Engine(target, "prompt-lookup,min_ngram=1", controller="fixed").generate(PROMPT, params)
+    answer = fixed(target, "prompt-lookup,min_ngram=1").generate(PROMPT, params)
     state = forms.start(FORMS["schema"], tokens := [1], 1)
     for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
         allowed = state.masks([()])[0]
@@ -259,7 +260,7 @@ def test_a_grammar_too_ambiguous_to_be_followed_fails_its_request_alone(
     expected = Engine(target).generate("import os\n", other).token_ids
     found = []
     for drafter in (None, with_own_drafts(from_spec("portfolio(draft;prompt-lookup)", target))):
-        engine = Engine(target, drafter, controller="fixed")
+        engine = fixed(target, drafter)
         failed, answer = engine.generate([PROMPT, "import os\n"], [params, other])
         assert failed.finish_reason == "error" and "less ambiguous" in str(failed.error)
         assert set(failed.text or "") == {"a"}
@@ -292,7 +293,7 @@ def test_drafts_that_a_form_left_out_wrongly_end_a_verdict(
     """What the forward did not see and is accepted all the same is emitted, and nothing behind it is read."""
     monkeypatch.setattr("truedraft.text.forms.FormState.legal", lambda self, path: min(len(path), 1))
     params = SamplingParams(100, structured=Structured("choice", ["é" * 20]), **WAYS[way])
-    engine = Engine(target, from_spec("draft", target), controller="fixed", entropy=0)
+    engine = fixed(target, from_spec("draft", target), entropy=0)
     answer = engine.generate(PROMPT, params)
     assert answer.error is None and answer.stats.recoveries == 0 and answer.text == "é" * 20
     assert way == "sampled" or answer.token_ids == Engine(target).generate(PROMPT, params).token_ids

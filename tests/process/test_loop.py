@@ -18,6 +18,7 @@ from truedraft.process import (
     Extrapolation,
     Known,
     LastOutput,
+    Process,
     Seen,
     Stays,
     Surrogate,
@@ -342,3 +343,37 @@ def test_drafts_that_are_rejected_whole_now_and_then_do_not_end_drafting() -> No
                 plain += windows._decision.reason == "plain"
             clock.now += 4e-3
     assert plain < 200, "of 1,000 rounds; where verdicts are taken to follow one another 475"
+
+
+# ------------------------------------------------------------------------------------------ on a CUDA device
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WORLDS: dict[str, tuple[Process, Tensor, Draft]] = {
+    "gaussian": (Wells(), Wells().start(), LastOutput()),
+    "shared noise": (Walk(0.8), Walk(0.8).initial(torch.zeros(4, 2, dtype=torch.float64)), Stays()),
+}
+
+
+def run_on(world: str, device: str, window: int | None) -> Chains:
+    process, start, draft = WORLDS[world]
+    return speculate(process, start.to(device), 60, draft=draft, window=window, seed=3, keep_path=True)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("world", WORLDS)
+def test_paths_are_those_of_the_cpu_up_to_the_last_bits_of_functions(world: str, window: int) -> None:
+    host, device = run_on(world, "cpu", window), run_on(world, "cuda", window)
+    assert host.path is not None and device.path is not None
+    assert device.path.device.type == "cuda"
+    assert torch.allclose(host.path, device.path.cpu(), rtol=1e-9, atol=1e-9)
+    assert host.rounds == device.rounds
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("world", WORLDS)
+def test_windows_are_chosen_there(world: str) -> None:
+    chains = run_on(world, "cuda", None)
+    assert not any(chains.errors) and bool((chains.at == 60).all())

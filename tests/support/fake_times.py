@@ -10,7 +10,7 @@ from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.engine.policy import Goodput, RequestView, StepRecord, StepTimes
+from truedraft.engine.policy import Goodput, StepTimes
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter, altered
 
@@ -37,23 +37,8 @@ class FakeTimes(StepTimes):
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         return self.steps[min(rows, len(self.steps) - 1)]
 
-    def ready(self, greedy: bool) -> bool:
-        return True
-
     def drafting_s(self, drafter: str, requests: int, depth: int, greedy: bool) -> float:
         return self.tokens.get(drafter, self.token_s) * depth * (1.0 + 0.2 * (requests - 1))
-
-    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
-        return 0.0
-
-    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        return ()
-
-    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
-        pass
-
-    def measure(self, greedy: bool) -> None:
-        pass
 
 
 class EvenGoodput(Goodput):

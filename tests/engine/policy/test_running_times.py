@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.fake_times import FakeClock
-from support.simulated_drafting import DRAFT_S, Machine, SimulatedDrafter, simulated, steady
+from support.simulated_drafting import DRAFT_S, STEP_S, Machine, SimulatedDrafter, simulated, steady
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.engine.policy import RunningTimes
 from truedraft.engine.policy.running import Corrected, _between
@@ -122,9 +122,8 @@ def test_curves_first_and_then_what_steps_take() -> None:
     spent = DraftTime("a", 1, 4, 4, 1, 8 * DRAFT_S)
     for _ in range(2):  # the first one behind another kind is passed over
         times.observe(record(1.5 * machine.step_s(5) + spent.seconds, 5, [spent]))
-    assert times.step_s(5, [100], True) == pytest.approx(1.5 * machine.step_s(5)), (
-        "all that surrounds the forward counts"
-    )
+    expected = pytest.approx(1.5 * machine.step_s(5))
+    assert times.step_s(5, [100], True) == expected, "all that surrounds the forward counts"
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(6 * DRAFT_S)
 
 
@@ -140,15 +139,6 @@ def test_levels_that_guesses_saved_say_nothing_of_the_machine() -> None:
     assert times.drafting_s("a", 1, 2.5, True) == pytest.approx(2.5 * DRAFT_S)
 
 
-def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
-    times, _, machine = times_of()
-    plain = machine.step_s(1)
-    times.observe(record(50 * plain, 64, prefill=True))
-    for _ in range(3):
-        times.observe(record(plain + 0.5, decide_s=0.5))
-    assert times.step_s(1, [100], True) == pytest.approx(plain)
-
-
 def test_deciding_is_a_price_of_drafting_by_its_mean() -> None:
     """Two of three steps keep the decision of the first, so 3 ms in one are 1 ms in each."""
     times, _, machine = times_of()
@@ -159,19 +149,24 @@ def test_deciding_is_a_price_of_drafting_by_its_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "options", "counts"),
-    [(50.0, {"decide_s": 0.5}, False), (20.0, {"settled": False}, False), (20.0, {}, True)],
-    ids=["something was measured", "not settled", "settled"],
+    ("rows", "factor", "options", "counts"),
+    [
+        (5, 50.0, {"decide_s": 0.5}, False),
+        (5, 20.0, {"settled": False}, False),
+        (5, 20.0, {}, True),
+        (1, 50.0, {"prefill": True}, False),
+        (1, 51.0, {"decide_s": 50 * STEP_S}, False),
+    ],
+    ids=["something was measured", "not settled", "settled", "a prompt", "decided for many plain steps"],
 )
-def test_steps_that_say_nothing(factor: float, options: dict[str, Any], counts: bool) -> None:
+def test_steps_that_say_nothing(rows: int, factor: float, options: dict[str, Any], counts: bool) -> None:
     times, _, machine = times_of()
-    drafted = machine.step_s(5)
-    assert times.step_s(5, [100], True) == pytest.approx(drafted)
-    times.observe(record(factor * drafted, 5, **options))
-    if counts:
-        assert times.step_s(5, [100], True) > 1.5 * drafted
-    else:
-        assert times.step_s(5, [100], True) == pytest.approx(drafted)
+    usual = machine.step_s(rows)
+    assert times.step_s(rows, [100], True) == pytest.approx(usual)
+    for _ in range(1 if counts else 3):
+        times.observe(record(factor * usual, rows, **options))
+    found = times.step_s(rows, [100], True)
+    assert found > 1.5 * usual if counts else found == pytest.approx(usual)
 
 
 def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
