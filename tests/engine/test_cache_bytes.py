@@ -10,7 +10,7 @@ import pytest
 
 from models import test_copied, test_encoder_decoder, test_recurrence
 from support import rare_families
-from support.answers import finished
+from support.answers import finished, fixed
 from support.head_models import MarkovWithHead, fitted_heads
 from support.pairwise import by_turns
 from support.tiny_models import build, noisy_stock, packed, stock
@@ -134,7 +134,7 @@ def test_drafters_give_way_to_requests_and_draft_again_when_there_is_room() -> N
     params = SamplingParams(max_tokens=250, ignore_eos=True)
     short = SamplingParams(max_tokens=60, ignore_eos=True)
     most = span(256) + span(64) + span(68)
-    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=most)
+    engine = fixed(markov(), DraftModel(markov(2)), max_cache_bytes=most)
     watch = Watch(engine, most)
     first = engine.submit([1, 2, 3], short)
     for _ in range(4):
@@ -162,7 +162,7 @@ def test_what_was_given_back_is_made_anew_in_the_middle_of_an_answer() -> None:
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     short = SamplingParams(max_tokens=20, ignore_eos=True)
     most = span(259) + span(263) + 2 * span(410) - 1  # of its 403 tokens it is granted 259 at first
-    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=most)
+    engine = fixed(markov(), DraftModel(markov(2)), max_cache_bytes=most)
     watch = Watch(engine, most)
     long = engine.submit([1, 2, 3], params)
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_real_models_hold_what_is_counted(backend: BackendMaker) -> None:
     plain = Engine(target).generate(prompts, params)
     most = int(2.5 * 2 * 2 * 24 * 4 * 256)  # 2 layers, keys and values, 2 heads of 12, float32, 256 positions
     for _ in range(2):
-        engine = Engine(target, DraftModel(draft), controller="fixed", max_cache_bytes=most)
+        engine = fixed(target, DraftModel(draft), max_cache_bytes=most)
         Watch(engine, most)
         answers = engine.generate(prompts, params)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
@@ -221,7 +221,7 @@ def test_chats_take_what_is_said_of_them() -> None:
 
 
 def test_a_request_that_could_never_fit_is_refused_in_one_sentence() -> None:
-    engine = Engine(markov(), DraftModel(markov(2)), controller="fixed", max_cache_bytes=span(128))
+    engine = fixed(markov(), DraftModel(markov(2)), max_cache_bytes=span(128))
     with pytest.raises(
         PromptError, match=r"^3 tokens of prompt and up to 126 of answer need 3,072 bytes of cache"
     ) as told:
@@ -276,10 +276,10 @@ def hold_to_a_budget(
     assert pool is not None
     for drafter in (None, "prompt-lookup,min_ngram=1"):
         # It learns what a token takes, and how many are drafted.
-        Engine(model, drafter, controller="fixed", max_cache_bytes=1 << 40)
+        fixed(model, drafter, max_cache_bytes=1 << 40)
         begun, whole = pool.bytes_for_one(40), pool.bytes_for_one(max(map(len, prompts)) + params.max_tokens)
         most = max(2 * begun, whole + begun // 2)
-        engine = Engine(model, drafter, controller="fixed", max_cache_bytes=most)
+        engine = fixed(model, drafter, max_cache_bytes=most)
         running, used = list[int](), list[int]()
         engine.listeners.append(lambda _: running.append(len(engine._scheduler.running)))  # noqa: B023
         engine.listeners.append(lambda _: used.append(engine.cache_bytes))  # noqa: B023

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.answers import fixed
 from support.eagle_reference import random_eagle
 from support.head_models import random_heads, random_redrafter
 from support.layer_heads import as_transformers_runs_it, random_head
@@ -37,7 +38,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str) -> None:
     expected = [list(tokens) for tokens in reference(family)]
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, PromptLookup(), DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=COUNT))
+        answers = fixed(target, drafter).generate(prompts, SamplingParams(max_tokens=COUNT))
         assert [answer.token_ids for answer in answers] == expected
 
 
@@ -45,7 +46,7 @@ def test_greedy_answers_equal_those_of_transformers(family: str) -> None:
 def test_draft_and_target_may_live_on_different_devices(options: dict[str, float]) -> None:
     target = on("cuda", "llama")
     for draft in (on("cpu", "llama"), on("cuda", "llama")):
-        answer = Engine(target, DraftModel(draft, 3), controller="fixed").generate(
+        answer = fixed(target, DraftModel(draft, 3)).generate(
             list(PROMPTS[0]), SamplingParams(max_tokens=40, **options)
         )
         assert answer.warnings == ()
@@ -66,9 +67,8 @@ def test_bfloat16_answers_do_not_depend_on_speculation(options: dict[str, float]
     prompts = [list(prompt) for prompt in PROMPTS]
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
     for drafter in (DraftModel(target, 3), DraftModel(target, branching=(3, 2, 1))):
-        assert [
-            a.token_ids for a in Engine(target, drafter, max_batch=3, controller="fixed").generate(prompts, params)
-        ] == plain
+        answers = fixed(target, drafter, max_batch=3).generate(prompts, params)
+        assert [answer.token_ids for answer in answers] == plain
 
 
 def _heads(kind: str, target: HuggingFaceModel) -> Drafter:
@@ -103,6 +103,6 @@ def test_heads_draft_beside_recorded_forwards(kind: str, options: dict[str, floa
     assert isinstance(target._backend, GraphBackend)
     prompts, params = [list(prompt) for prompt in PROMPTS], SamplingParams(max_tokens=40, **options)
     plain = Engine(target).generate(prompts, params)
-    answers = Engine(target, _heads(kind, target), controller="fixed").generate(prompts, params)
+    answers = fixed(target, _heads(kind, target)).generate(prompts, params)
     assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
     assert all(each.warnings == () and each.stats.draft_tokens > 0 for each in answers)

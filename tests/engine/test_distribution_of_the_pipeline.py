@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.answers import fixed
 from support.backends import fused_backend, native_backend
 from support.broken_rules import AcceptsAlways, DrawsFromTarget, PassesByWeight
 from support.chi_square import p_value
@@ -131,7 +132,7 @@ def test_the_exact_distribution_is_a_distribution_with_room_to_be_wrong(forward:
 )
 def test_sampled_answers_follow_the_target(options: dict[str, Any], answers: int, forward: str) -> None:
     own = pair(forward)
-    engine = Engine(own.target, DraftModel(own.draft, **options), max_batch=BATCH + 3, controller="fixed", entropy=0)
+    engine = fixed(own.target, DraftModel(own.draft, **options), max_batch=BATCH + 3, entropy=0)
     counts = counts_of(engine, answers)
     assert counts.sum() == answers
     assert p_value(counts, own.dist) > FALSE_ALARM
@@ -142,7 +143,7 @@ def test_answers_behind_a_text_longer_than_what_the_draft_sees_follow_the_target
     own, text = pair("native"), [(7 * place * place + place) % VOCAB for place in range(200)]
     dist = exact_dist(own.target, text).numpy()
     draft = DraftModel(own.draft, branching=(2, 1), context=128)
-    engine = Engine(own.target, draft, max_batch=BATCH + 3, controller="fixed", entropy=0, prefix_cache_bytes=1 << 24)
+    engine = fixed(own.target, draft, max_batch=BATCH + 3, entropy=0, prefix_cache_bytes=1 << 24)
     assert p_value(counts_of(engine, 94 * BATCH, text), dist) > FALSE_ALARM
     assert not np.allclose(dist, own.dist, atol=0.02)
 
@@ -174,7 +175,7 @@ def balanced_signs(dist: np.ndarray, generator: np.random.Generator) -> np.ndarr
 @pytest.mark.parametrize("rule", [DrawsFromTarget(), AcceptsAlways()], ids=lambda rule: type(rule).__name__)
 def test_a_broken_rule_is_caught_by_far_fewer_answers(rule: Rule) -> None:
     own = pair("native")
-    engine = Engine(own.target, DraftModel(own.draft, 3), rule, max_batch=BATCH + 3, controller="fixed", entropy=0)
+    engine = fixed(own.target, DraftModel(own.draft, 3), rule, max_batch=BATCH + 3, entropy=0)
     assert p_value(counts_of(engine, 2048), own.dist) < FALSE_ALARM
 
 
@@ -185,7 +186,7 @@ def test_a_broken_rule_is_caught_by_far_fewer_answers(rule: Rule) -> None:
 def test_answers_judged_by_blocks_follow_the_target_and_a_broken_rule_is_caught(rule: Rule, batches: int) -> None:
     """An eighth of the answers: a total variation of 0.06 is caught in whatever way the distribution is off."""
     own = pair("fused")
-    engine = Engine(own.target, DraftModel(own.draft, 3), rule, max_batch=BATCH + 3, controller="fixed", entropy=0)
+    engine = fixed(own.target, DraftModel(own.draft, 3), rule, max_batch=BATCH + 3, entropy=0)
     assert (p_value(counts_of(engine, batches * BATCH), own.dist) > FALSE_ALARM) == (batches == 94)
 
 
@@ -198,20 +199,20 @@ def test_other_requests_judged_by_blocks_get_the_tokens_of_speculative_sampling(
         (DraftModel(own.draft, 4), SamplingParams(max_tokens=12, temperature=0.7, seed=3)),
         (PromptLookup(), lookup),
     ):
-        engines = [Engine(own.target, drafter, BlockVerification(), controller="fixed", entropy=0)]
+        engines = [fixed(own.target, drafter, BlockVerification(), entropy=0)]
         own_drafter, rule = (drafter, SpeculativeSampling()) if params is lookup else (None, None)
-        engines.append(Engine(own.target, own_drafter, rule, controller="fixed", entropy=0))
+        engines.append(fixed(own.target, own_drafter, rule, entropy=0))
         found = [[answer.token_ids for answer in engine.generate(prompts, params)] for engine in engines]
         assert found[0] == found[1]
     with pytest.raises(IncompatibleRuleError, match="take the rule 'speculative'"):
-        Engine(own.target, DraftModel(own.draft, branching=(2, 2)), BlockVerification(), controller="fixed")
+        fixed(own.target, DraftModel(own.draft, branching=(2, 2)), BlockVerification())
 
 
 def test_more_is_accepted_by_blocks_than_token_by_token() -> None:
     """0.64 tokens a step against 0.46, over some 1,100 steps each. The seeds are fixed, so a run repeats."""
     own, accepted = pair("fused"), []
     for rule in (BlockVerification(), SpeculativeSampling()):
-        engine = Engine(own.target, DraftModel(own.draft, 5), rule, max_batch=BATCH, controller="fixed", entropy=0)
+        engine = fixed(own.target, DraftModel(own.draft, 5), rule, max_batch=BATCH, entropy=0)
         made = engine.generate([PROMPT] * 128, SamplingParams(max_tokens=12, temperature=0.7))
         accepted.append(sum(a.stats.accepted_tokens for a in made) / sum(a.stats.target_calls for a in made))
     assert accepted[0] > 1.1 * accepted[1]
@@ -234,5 +235,5 @@ def test_sampled_answers_of_a_target_that_drafts_for_itself_follow_it(word: str,
     dist, rule = exact_dist(target).numpy(), SpeculativeSampling() if batches == 47 else AcceptsAlways()
     assert (dist > 0.001).sum() >= 12
     drafter = from_spec(f"{word},num_speculative_tokens=3", target)
-    counts = counts_of(Engine(target, drafter, rule, max_batch=BATCH + 3, controller="fixed"), batches * BATCH)
+    counts = counts_of(fixed(target, drafter, rule, max_batch=BATCH + 3), batches * BATCH)
     assert (p_value(counts, dist) > FALSE_ALARM) == (batches == 47)

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from support.answers import fixed
 from support.tiny_models import PROMPTS, build, gpt2, packed
 from truedraft import Engine, SamplingParams
 from truedraft.core.verdict import Origin
@@ -47,7 +48,7 @@ def test_a_draft_goes_to_its_own_edge_and_the_answer_beyond(branching: tuple[int
     prompts = [TEXT[:length] for length in LENGTHS]
     assert draft().context_length == EDGE < target.context_length
     params = SamplingParams(max_tokens=30, **KINDS[kind])  # type: ignore[arg-type]
-    answers = Engine(target, drafter, controller="fixed").generate(prompts, params)
+    answers = fixed(target, drafter).generate(prompts, params)
     # The last token it can say anything of stands right behind its last position.
     assert drafter.reached == EDGE + 1
     for length, answer in zip(LENGTHS, answers, strict=True):

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from support.answers import finished
+from support.answers import finished, fixed
+from support.faulty_parts import raising
 from support.fixed_noise import answers_of
 from support.markov import greedy
 from support.ngram_tables import table_of
@@ -23,7 +24,7 @@ from truedraft.core.verdict import Origin
 from truedraft.drafters import Cascade, Drafter, DraftModel, DraftRequest, NgramDrafter, PromptLookup, SuffixDrafter
 from truedraft.engine.policy import FixedBudget
 from truedraft.errors import OptionError, PromptError
-from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
+from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter, altered
 
 VOCAB = 8
 
@@ -59,7 +60,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 
 def test_greedy_is_the_argmax_chain_with_every_drafter(target: MarkovModel, drafter: Drafter | None) -> None:
-    answer = Engine(target, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=30))
+    answer = fixed(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=30))
     assert answer.token_ids == greedy(target, [3, 1, 4], 30)
     assert (answer.finish_reason, answer.text, len(answer.origins)) == ("length", None, 30)
 
@@ -78,29 +79,27 @@ def test_no_drafted_distribution_outlives_the_next_step(target: MarkovModel, nam
 
     drafter.propose = watched
     params = SamplingParams(temperature=1.0, max_tokens=20)
-    Engine(target, drafter, controller="fixed").generate([[3, 1, 4], [2]], params)
+    fixed(target, drafter).generate([[3, 1, 4], [2]], params)
     assert len(made) > 8
     assert sum(there() is not None for there in made) <= 2  # of the last step, of two requests
 
 
 def test_the_limits_end_inside_an_accepted_block(target: MarkovModel, drafter: Drafter | None) -> None:
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     for count in (1, 2, 3, 5, 7):
         answer = engine.generate([3, 1], SamplingParams(max_tokens=count))
         assert answer.token_ids == greedy(target, [3, 1], count)
         assert answer.stats.prefill_tokens + answer.stats.emitted_tokens == count
     small = MarkovModel(target.probs, context_length=20)
-    answer = Engine(small, drafter, controller="fixed").generate([3, 1, 4], SamplingParams(max_tokens=100))
+    answer = fixed(small, drafter).generate([3, 1, 4], SamplingParams(max_tokens=100))
     assert (answer.token_ids, answer.finish_reason) == (greedy(target, [3, 1, 4], 17), "length")
 
 
 def test_stop_ids_and_end_of_text_end_the_answer_where_they_stand(target: MarkovModel, drafter: Drafter | None) -> None:
     plain = greedy(target, [3, 1, 4], 12)
     first = plain.index(plain[6])
-    stopped = Engine(target, drafter, controller="fixed").generate(
-        [3, 1, 4], SamplingParams(max_tokens=12, stop_token_ids=(plain[6],))
-    )
-    ending = Engine(MarkovModel(target.probs, eos_token_ids=(plain[6],)), drafter, controller="fixed")
+    stopped = fixed(target, drafter).generate([3, 1, 4], SamplingParams(max_tokens=12, stop_token_ids=(plain[6],)))
+    ending = fixed(MarkovModel(target.probs, eos_token_ids=(plain[6],)), drafter)
     for answer in (stopped, ending.generate([3, 1, 4], SamplingParams(max_tokens=12))):
         assert (answer.token_ids, answer.finish_reason) == (plain[:first], "stop")
         # What lies behind the stop was neither accepted nor emitted.
@@ -120,11 +119,11 @@ def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
     params = SamplingParams(max_tokens=20, **options)
     if isinstance(drafter, SuffixDrafter) and not (params.greedy or params.seeded):
         pytest.skip("what others were answered decides what it drafts, and so which draws decide")
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6]]
     alone = [answers_of(engine, [prompt], params)[0].token_ids for prompt in prompts]
     together = [answer.token_ids for answer in answers_of(engine, prompts, params)]
-    few = Engine(target, drafter, max_batch=2, controller="fixed")
+    few = fixed(target, drafter, max_batch=2)
     assert together == alone == [answer.token_ids for answer in answers_of(few, prompts, params)]
     if params.greedy or params.seeded:
         assert [token for piece in engine.stream(prompts[0], params) for token in piece.token_ids] == alone[0]
@@ -132,7 +131,7 @@ def test_a_request_answers_alike_alone_in_a_batch_and_streamed(
 
 def test_the_target_as_its_own_draft_accepts_everything(target: MarkovModel) -> None:
     for options in ({}, {"temperature": 0.7}, {"temperature": 0.7, "seed": 3}):
-        engine = Engine(target, DraftModel(target, num_speculative_tokens=3), controller="fixed")
+        engine = fixed(target, DraftModel(target, num_speculative_tokens=3))
         stats = engine.generate([3, 1], SamplingParams(max_tokens=41, **options)).stats
         assert (stats.target_calls, stats.emitted_tokens, stats.accepted_tokens) == (10, 40, 30)
         assert stats.draft_acceptance_rate == 1.0
@@ -148,13 +147,13 @@ def test_origins_tell_accepted_recovered_and_bonus_apart(target: MarkovModel) ->
             return [[right[1], (right[2] + 1) % VOCAB]]
         return []
 
-    answer = Engine(target, ScriptedDrafter(script), controller="fixed").generate([3, 1], SamplingParams(max_tokens=4))
+    answer = fixed(target, ScriptedDrafter(script)).generate([3, 1], SamplingParams(max_tokens=4))
     assert answer.origins == [Origin.BONUS, Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS]
 
 
 def test_drafter_observes_every_step_and_the_end(target: MarkovModel) -> None:
     drafter = oracle(target, depth=2)
-    answer = Engine(target, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=8))
+    answer = fixed(target, drafter).generate([3, 1], SamplingParams(max_tokens=8))
     emitted = [token for _, outcome in drafter.outcomes for token in outcome.tokens]
     assert emitted == answer.token_ids
     assert drafter.ended == [drafter.outcomes[0][0]]
@@ -171,13 +170,6 @@ def test_budgets_are_obeyed_and_a_pause_leaves_no_stale_draft(target: MarkovMode
     # The target as its own draft shows staleness by lost acceptance.
     engine = Engine(target, DraftModel(target, 3), controller=ScriptedController(pause))
     assert engine.generate([3, 1, 4], SamplingParams(max_tokens=30)).stats.draft_acceptance_rate == 1.0
-
-
-def test_a_node_budget_cuts_a_tree_in_order(target: MarkovModel) -> None:
-    draft = DraftModel(MarkovModel.random(VOCAB, seed=2), branching=(3, 2))
-    engine = Engine(target, draft, controller=ScriptedController([Budget(2, 3, 5)]), entropy=1)
-    answer = engine.generate([3, 1], SamplingParams(max_tokens=2 + 1, temperature=1.0))
-    assert answer.stats.draft_tokens <= 5 * answer.stats.target_calls
 
 
 def test_minimum_probability_keeps_the_unlikely_token_and_drafts_no_further(target: MarkovModel) -> None:
@@ -222,36 +214,22 @@ def test_nan_behind_the_end_of_an_answer_does_not_matter(target: MarkovModel, dr
     text = [3, 1, *greedy(target, [3, 1], 12)]
     stop = next(i for i in range(4, 12) if text[i] not in text[2:i])
     broken = broken_after(target, (text[stop - 1], text[stop]))
-    answer = Engine(broken, drafter, controller="fixed").generate(
-        [3, 1], SamplingParams(max_tokens=12, stop_token_ids=(text[stop],))
-    )
+    answer = fixed(broken, drafter).generate([3, 1], SamplingParams(max_tokens=12, stop_token_ids=(text[stop],)))
     assert (answer.finish_reason, answer.token_ids) == ("stop", text[2:stop])
 
 
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("when", ["propose", "observe", "begin", "end"])
 def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target: MarkovModel, when: str) -> None:
-    class Broken(ScriptedDrafter):
-        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            if when == "propose" and any(request.tokens[0] == 1 and len(request.tokens) > 6 for request in batch):
-                raise RuntimeError("no idea")
-            return super().propose(batch, budgets, noise)
-
-        def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
-            if when == "observe":
-                raise RuntimeError("no idea")
-
-        def begin(self, request):  # type: ignore[no-untyped-def]
-            if when == "begin" and request.tokens[0] == 1:
-                raise RuntimeError("no idea")
-
-        def end(self, request):  # type: ignore[no-untyped-def]
-            if when == "end":
-                raise RuntimeError("no idea")
-
-    drafter = Broken(lambda tokens: [greedy(target, list(tokens), 3)])
+    of_second = {
+        "propose": lambda batch, *_: any(request.tokens[0] == 1 and len(request.tokens) > 6 for request in batch),
+        "observe": lambda batch, _: True,
+        "begin": lambda request: request.tokens[0] == 1,
+        "end": lambda request: True,
+    }
+    drafter = raising(oracle(target, 3), **{when: of_second[when]})
     prompts = [[3, 1], [1, 1], [2, 5]]
-    answers = Engine(target, drafter, controller="fixed").generate(prompts, SamplingParams(max_tokens=15))
+    answers = fixed(target, drafter).generate(prompts, SamplingParams(max_tokens=15))
     assert [answer.token_ids for answer in answers] == [greedy(target, prompt, 15) for prompt in prompts]
     assert "no idea" in answers[1].warnings[0]
     if when in ("propose", "begin"):
@@ -260,7 +238,7 @@ def test_a_drafter_that_raises_leaves_the_answer_and_the_neighbours_alone(target
 
 
 def test_cancelling_gives_the_cache_back_and_others_go_on(target: MarkovModel) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2)), controller="fixed")
+    engine = fixed(target, DraftModel(MarkovModel.random(VOCAB, seed=2)))
     stream = engine.stream([3, 1], SamplingParams(max_tokens=50))
     other = engine.submit([2, 5], SamplingParams(max_tokens=10))
     got = next(stream).token_ids
@@ -284,7 +262,7 @@ def test_a_waiting_request_can_be_cancelled(target: MarkovModel) -> None:
 def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
     long = MarkovModel(target.probs, context_length=2000)
     prompts = [[(i * i + 3) % VOCAB for i in range(length)] for length in (1, 255, 256, 257, 700)]
-    engine = Engine(long, DraftModel(long, 2), controller="fixed", prefix_cache_bytes=0)  # for they begin alike
+    engine = fixed(long, DraftModel(long, 2), prefix_cache_bytes=0)  # for they begin alike
     answers = engine.generate(prompts, SamplingParams(max_tokens=9))
     assert [a.token_ids for a in answers] == [greedy(target, prompt, 9) for prompt in prompts]
     assert [a.stats.prefill_calls for a in answers] == [1, 1, 1, 2, 3]
@@ -292,7 +270,7 @@ def test_long_prompts_are_prefilled_in_parts(target: MarkovModel) -> None:
 
 
 def test_requests_join_and_leave_between_steps(target: MarkovModel, drafter: Drafter | None) -> None:
-    engine = Engine(target, drafter, max_batch=3, controller="fixed")
+    engine = fixed(target, drafter, max_batch=3)
     requests = []
     for number in range(9):
         requests.append(engine.submit([number % VOCAB, 3], SamplingParams(max_tokens=3 + 2 * (number % 4))))
@@ -308,7 +286,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
             if any(len(request.tokens) >= 5 for request in batch):
                 raise KeyboardInterrupt
 
-    engine = Engine(target, Interrupted(lambda tokens: []), controller="fixed")
+    engine = fixed(target, Interrupted(lambda tokens: []))
     short = engine.submit([3, 1], SamplingParams(max_tokens=3))
     with pytest.raises(KeyboardInterrupt):
         engine.generate([2, 5], SamplingParams(max_tokens=9))
@@ -320,10 +298,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(target: MarkovModel) -> None:
 def test_two_engines_may_share_a_drafter(target: MarkovModel) -> None:
     draft = MarkovModel.random(VOCAB, seed=2)
     drafter = DraftModel(draft)
-    streams = [
-        Engine(target, drafter, controller="fixed").stream(prompt, SamplingParams(max_tokens=20))
-        for prompt in ([3, 1], [2, 5])
-    ]
+    streams = [fixed(target, drafter).stream(prompt, SamplingParams(max_tokens=20)) for prompt in ([3, 1], [2, 5])]
     got: list[list[int]] = [[], []]
     for pieces in itertools.zip_longest(*streams):
         for tokens, piece in zip(got, pieces, strict=True):
@@ -347,14 +322,10 @@ def test_a_stream_that_is_never_read_was_never_queued(target: MarkovModel) -> No
     ("made", "said"), [(1, "coupled draws, which the rule cannot judge"), (0, "made 0 proposals for 1 requests")]
 )
 def test_a_drafter_that_lies_about_its_draws_is_not_believed(target: MarkovModel, made: int, said: str) -> None:
-    class Liar(ScriptedDrafter):
-        def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-            dist = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
-            return [Proposal.chain(torch.tensor([2]), dist, DrawKind.COUPLED) for _ in batch[:made]]
-
-    answer = Engine(target, Liar(lambda tokens: []), controller="fixed").generate(
-        [3], SamplingParams(max_tokens=4, temperature=1.0)
-    )
+    even = torch.full((1, VOCAB), 1 / VOCAB, dtype=torch.float64)
+    lie = Proposal.chain(torch.tensor([2]), even, DrawKind.COUPLED)
+    liar = altered(ScriptedDrafter(lambda tokens: []), propose=lambda batch, *_: [lie for _ in batch[:made]])
+    answer = fixed(target, liar).generate([3], SamplingParams(max_tokens=4, temperature=1.0))
     assert said in answer.warnings[0]
     assert answer.stats.draft_tokens == 0
 
@@ -375,8 +346,7 @@ def raises(views: Sequence[RequestView]) -> list[Decision]:
 def test_a_controller_that_fails_costs_only_the_drafting(
     target: MarkovModel, decisions: Callable[[object], list[Decision]], said: str
 ) -> None:
-    controller = ScriptedController([])
-    controller.decide = decisions  # type: ignore[method-assign, assignment]
+    controller = altered(ScriptedController([]), decide=decisions)
     answer = Engine(target, oracle(target), controller=controller).generate([3, 1], SamplingParams(max_tokens=6))
     assert answer.token_ids == greedy(target, [3, 1], 6)
     assert said in answer.warnings[0]
@@ -384,17 +354,14 @@ def test_a_controller_that_fails_costs_only_the_drafting(
 
 @pytest.mark.plants_failures
 def test_a_controller_that_fails_for_one_request_goes_on_for_the_others(target: MarkovModel) -> None:
-    class Picky(ScriptedController):
-        def decide(self, views):  # type: ignore[no-untyped-def]
-            if any(view.params.seed == 7 for view in views):
-                raise RuntimeError("not seven")
-            return super().decide(views)
-
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in (6, 7)]
-    fine, bad = Engine(target, oracle(target), controller=Picky([Budget(2)])).generate([[3, 1], [3, 1]], params)
+    by_seed = raising(
+        ScriptedController([Budget(2)]), decide=lambda views: any(each.params.seed == 7 for each in views)
+    )
+    fine, bad = Engine(target, oracle(target), controller=by_seed).generate([[3, 1], [3, 1]], params)
     assert fine.token_ids == bad.token_ids == greedy(target, [3, 1], 6)
     assert fine.stats.draft_tokens > 0 and fine.warnings == ()
-    assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: not seven)" in bad.warnings[0]
+    assert bad.stats.draft_tokens == 0 and "the controller failed (RuntimeError: no idea)" in bad.warnings[0]
 
 
 def test_a_controller_sees_each_request_that_may_be_drafted_for_and_what_a_step_counted(target: MarkovModel) -> None:
@@ -510,38 +477,13 @@ def test_a_decision_to_draft_is_kept_only_while_drafters_find_the_same(kinds: Ca
     assert len(controller.asked) == pytest.approx(asked, abs=8)
 
 
-class FailsOnce(ScriptedDrafter):
-    """Breaks at its second proposal."""
-
-    calls = 0
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        self.calls += 1
-        if self.calls == 2:
-            raise RuntimeError("broken")
-        return super().propose(batch, budgets, noise)
-
-
 @pytest.mark.plants_failures
 def test_a_decision_that_is_kept_asks_nobody_who_failed_since() -> None:
-    target, controller = MarkovModel.random(5, 1), RestingWithDrafts()
-    drafter = FailsOnce(lambda tokens: [[0, 0, 0, 0]])
-    answer = Engine(target, drafter, controller=controller).generate([1, 2], SamplingParams(max_tokens=14))
-    assert answer.error is None
-    assert len(answer.token_ids) == 14
-    assert drafter.calls == 2
-
-
-class Failing(PromptLookup):
-    """Its hints fail from the third call on."""
-
-    calls = 0
-
-    def hint(self, request: DraftRequest) -> Hint:
-        self.calls += 1
-        if self.calls > 2:
-            raise RuntimeError("no hint")
-        return super().hint(request)
+    calls = itertools.count(1)
+    drafter = raising(ScriptedDrafter(lambda tokens: [[0, 0, 0, 0]]), propose=lambda *_: next(calls) == 2)
+    engine = Engine(MarkovModel.random(5, 1), drafter, controller=RestingWithDrafts())
+    answer = engine.generate([1, 2], SamplingParams(max_tokens=14))
+    assert (answer.error, len(answer.token_ids), next(calls)) == (None, 14, 3)
 
 
 @pytest.mark.plants_failures
@@ -549,13 +491,11 @@ class Failing(PromptLookup):
 def test_hints_that_fail_cost_no_answer(controller: str) -> None:
     target, params = MarkovModel.random(5, 1), SamplingParams(max_tokens=12)
     plain = Engine(target).generate([[1, 2], [1, 3]], params)
-    drafter = Failing(4, min_ngram=1)
+    calls = itertools.count(1)
+    drafter = raising(PromptLookup(4, min_ngram=1), "no hint", hint=lambda request: next(calls) > 2)
     engine = Engine(target, drafter, controller=Resting() if controller == "resting" else controller)
     answers = engine.generate([[1, 2], [1, 3]], params)
-    assert drafter.calls > 2
-    assert [answer.error for answer in answers] == [None, None]
-    for answer in answers:
-        assert answer.warnings == (
-            "drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",
-        )
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    assert next(calls) > 3
+    told = ("drafter 'prompt-lookup' failed (RuntimeError: no hint); the answer went on undrafted",)
+    for answer, alone in zip(answers, plain, strict=True):
+        assert (answer.error, answer.warnings, answer.token_ids) == (None, told, alone.token_ids)

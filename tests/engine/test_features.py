@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 
+from support.answers import fixed
 from support.head_models import MarkovWithHead
 from truedraft import Engine, SamplingParams
-from truedraft.core.noise import Noise
 from truedraft.core.proposal import Proposal
-from truedraft.drafters import DraftRequest, Features, StepOutcome
+from truedraft.drafters import Drafter, Features, StepOutcome
 from truedraft.drafters.portfolio import Portfolio, joint_features
 from truedraft.engine.policy import Budget, Controller, Decision, RequestView
 from truedraft.engine.scheduler import FixedParts
@@ -38,14 +38,12 @@ class Watching(ScriptedDrafter):
         self.seen: list[tuple[list[int], StepOutcome]] = []
         self.proposed: list[tuple[list[int], Proposal]] = []
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
         made = super().propose(batch, budgets, noise)
         self.proposed += [(list(request.tokens), each) for request, each in zip(batch, made, strict=True)]
         return made
 
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+    def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
         for request, outcome in zip(batch, outcomes, strict=True):
             tokens = list(request.tokens)
             self.seen.append((tokens[: len(tokens) - len(outcome.tokens)], outcome))
@@ -59,26 +57,26 @@ class All(Watching):
     features: Features | None = Features(rows="all", logits=True)
 
 
-class Both(Controller):
-    """Merges what all drafters propose."""
-
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        found = []
-        for view in views:
-            first, *others = (Decision(name, limits) for name, limits in view.limits.items())
-            found.append(Decision(first.drafter, first.budget, tuple(others)))
-        return found
-
-
 class OfTrees(Watching):
     features: Features | None = Features(rows="tree", logits=True)
+
+
+class Merged(Controller):
+    """All drafters always, in the order of these names or of their own."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        first, *others = (Decision(name, Budget(3, 8)) for name in self._names or views[0].limits)
+        return [Decision(first.drafter, first.budget, tuple(others)) for _ in views]
 
 
 PARAMS = [SamplingParams(max_tokens=12), SamplingParams(max_tokens=9, temperature=1.0)]
 
 
-def run(target: MarkovWithHead, drafter: Watching) -> list[list[int]]:
-    engine = Engine(target, drafter, controller="fixed", entropy=2)
+def run(target: MarkovWithHead, drafter: Drafter, controller: Controller | str = "fixed") -> list[list[int]]:
+    engine = Engine(target, drafter, controller=controller, entropy=2)
     engine._scheduler.reading = FixedParts(4)
     return [answer.token_ids for answer in engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)]
 
@@ -100,8 +98,13 @@ def test_the_last_row_is_where_the_next_token_was_drawn(target: MarkovWithHead) 
 def test_all_rows_are_those_of_the_tree_and_of_each_token_of_a_prompt(target: MarkovWithHead) -> None:
     drafter = All()
     run(target, drafter)
-    parts = [outcome for _, outcome in drafter.seen if outcome.partial]
-    assert [len(outcome.hidden) for outcome in parts if outcome.hidden is not None] == [4, 4]
+    last = Last()
+    run(target, last)
+    parts, ends = ([outcome for _, outcome in each.seen if outcome.partial] for each in (drafter, last))
+    for rows, end in zip(parts, ends, strict=True):
+        assert rows.hidden is not None and end.hidden is not None and end.hidden.equal(rows.hidden[-1:])
+        assert len(rows.hidden) == 4 and end.tokens == () and end.path == ()
+    assert len(parts) == 2
     trees = [each for each in drafter.seen if len(each[1].proposal.tree)]
     assert trees
     for before, outcome in trees:
@@ -111,27 +114,14 @@ def test_all_rows_are_those_of_the_tree_and_of_each_token_of_a_prompt(target: Ma
         assert outcome.logits is not None and len(outcome.logits) == len(wanted)
 
 
-def test_a_part_of_a_prompt_shows_its_own_rows(target: MarkovWithHead) -> None:
-    drafters = Last(), All()
-    for drafter in drafters:
-        run(target, drafter)
-    first, every = ([outcome for _, outcome in each.seen if outcome.partial] for each in drafters)
-    for last, rows in zip(first, every, strict=True):
-        assert last.hidden is not None and rows.hidden is not None and last.hidden.equal(rows.hidden[-1:])
-        assert last.tokens == () and last.path == ()
-
-
 def test_rows_of_trees_are_all_of_a_tree_and_the_last_of_a_part_of_a_prompt(target: MarkovWithHead) -> None:
     """Alone, and where another drafter sees all rows of prompts and proposes the same nodes."""
     alone, every = OfTrees(), All()
     run(target, alone)
     run(target, every)
-    pairs = [(alone, every)]
-    pairs.append((OfTrees(), All()))
-    engine = Engine(target, Portfolio({"all": pairs[1][1], "trees": pairs[1][0]}), controller=Both(), entropy=2)
-    engine._scheduler.reading = FixedParts(4)
-    engine.generate([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2], [3]], PARAMS)
-    for own, other in pairs:
+    beside, both = OfTrees(), All()
+    run(target, Portfolio({"all": both, "trees": beside}), Merged())
+    for own, other in ((alone, every), (beside, both)):
         assert len(own.seen) == len(other.seen) > 10
         assert any(outcome.partial for _, outcome in own.seen)
         for (before, mine), (_, theirs) in zip(own.seen, other.seen, strict=True):
@@ -153,4 +143,4 @@ def test_layers_that_a_forward_does_not_show_are_refused(target: MarkovWithHead)
         features: Features | None = Features(layers=(2,))
 
     with pytest.raises(CompositionError, match=r"reads vectors of layers 2, .* shows none; load the target"):
-        Engine(target, Layered(), controller="fixed", entropy=2)
+        fixed(target, Layered(), entropy=2)

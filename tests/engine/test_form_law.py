@@ -7,16 +7,18 @@ tokens in a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from support.chi_square import p_value
-from truedraft import Engine, SamplingParams
+from support.answers import fixed
+from support.laws import Law, law_of, p_value_of_answers
+from truedraft import SamplingParams
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise, Purpose
 from truedraft.core.params import Structured
@@ -66,27 +68,18 @@ def table_forms(patch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def law(target: MarkovModel) -> NDArray[np.float64]:
-    """The distribution of the first three tokens, by definition."""
-    found = np.zeros((VOCAB,) * LENGTH)
-    for tokens in itertools.product(range(VOCAB), repeat=LENGTH):
-        text, probability = list(PROMPT), 1.0
-        for token in tokens:
-            probs = target.probs_after(text).numpy().copy()
-            probs[text[-1]] = 0.0
-            probability *= probs[token] / probs.sum()
-            text.append(token)
-        found[tokens] = probability
-    return found
+def law(target: MarkovModel) -> Law:
+    def probs_after(answer: tuple[int, ...]) -> list[float]:
+        probs = target.probs_after([*PROMPT, *answer]).clone()
+        probs[(*PROMPT, *answer)[-1]] = 0.0
+        return (probs / probs.sum()).tolist()  # type: ignore[no-any-return]
+
+    return law_of(probs_after, LENGTH)
 
 
 class Unmasked(Drafter):
-    """Draws from a draft's own distribution, whatever the form says of it.
-
-    Args:
-        model: the draft.
-        drops: whether draws outside the form are dropped, which bends the law.
-    """
+    """Draws from a draft's own distribution, whatever the form says of it; or drops draws outside the form, which bends
+    the law."""
 
     name: ClassVar[str] = "unmasked"
     limits = Budget(2, 1, 2)
@@ -99,13 +92,9 @@ class Unmasked(Drafter):
     def kinds(self) -> frozenset[DrawKind]:
         return frozenset({DrawKind.INDEPENDENT})
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        return [
-            self._chain(request, min(budget.depth, 2), own)
-            for request, budget, own in zip(batch, budgets, noise, strict=True)
-        ]
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
+        each = zip(batch, budgets, noise, strict=True)
+        return [self._chain(request, min(budget.depth, 2), own) for request, budget, own in each]
 
     def _chain(self, request: DraftRequest, depth: int, noise: Noise) -> Proposal:
         text, tokens, rows = list(request.tokens), [], []
@@ -120,52 +109,42 @@ class Unmasked(Drafter):
         if not tokens:
             return Proposal.empty()
         draws = [(Draw(place, place, DrawKind.INDEPENDENT),) for place in range(len(tokens))]
-        import torch
-
         return Proposal(TokenTree.chain(tokens), (*draws, ()), torch.stack(rows))
 
 
-def counted(target: MarkovModel, drafter: Drafter, runs: int) -> NDArray[np.float64]:
-    engine = Engine(target, drafter, controller="fixed", max_batch=60, entropy=0)
-    counts = np.zeros((VOCAB,) * LENGTH)
+def found(target: MarkovModel, drafter: Drafter, answers: int) -> float:
+    engine = fixed(target, drafter, max_batch=64, entropy=0)
     params = SamplingParams(LENGTH, 1.0, structured=Structured("json_object"))
-    for _ in range(0, runs, 60):
-        for answer in engine.generate([PROMPT] * 60, params):
-            counts[tuple(answer.token_ids)] += 1
-    return counts
+    return p_value_of_answers(engine, PROMPT, params, law(target), answers)
 
 
-@pytest.mark.parametrize("name", ["unmasked", "masked chain", "masked tree", "lookup"])
+DRAFTERS: dict[str, Callable[[MarkovModel], Drafter]] = {
+    "unmasked": lambda draft: Unmasked(draft, drops=False),
+    "masked chain": lambda draft: DraftModel(draft, num_speculative_tokens=2),
+    "masked tree": lambda draft: DraftModel(draft, branching=(2, 2)),
+    "lookup": lambda draft: PromptLookup(min_ngram=1, max_ngram=1),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_answers_follow_the_masked_law_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """False alarms: once in a million runs of each case."""
-    target, draft = MarkovModel.random(VOCAB, seed=1), MarkovModel.random(VOCAB, seed=2)
-    drafter = {
-        "unmasked": Unmasked(draft, drops=False),
-        "masked chain": DraftModel(draft, num_speculative_tokens=2),
-        "masked tree": DraftModel(draft, branching=(2, 2)),
-        "lookup": PromptLookup(min_ngram=1, max_ngram=1),
-    }[name]
     with table_forms(monkeypatch):
-        counts = counted(target, drafter, 3000)
-    expected = law(target)
-    possible = expected > 0
-    assert counts[~possible].sum() == 0
-    assert p_value(counts[possible], expected[possible]) > 1e-6
+        drafter = DRAFTERS[name](MarkovModel.random(VOCAB, seed=2))
+        assert found(MarkovModel.random(VOCAB, seed=1), drafter, 3000) > 1e-6
 
 
 def test_a_drafter_that_drops_draws_outside_the_form_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = MarkovModel.random(VOCAB, seed=3), MarkovModel.random(VOCAB, seed=4)
     with table_forms(monkeypatch):
-        counts = counted(target, Unmasked(draft, drops=True), 6000)
-    possible = law(target) > 0
-    assert p_value(counts[possible], law(target)[possible]) < 1e-6
+        drafter = Unmasked(MarkovModel.random(VOCAB, seed=4), drops=True)
+        assert found(MarkovModel.random(VOCAB, seed=3), drafter, 6000) < 1e-6
 
 
 def test_what_leaves_the_form_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain whose second token is illegal: the forward sees the first alone, the verdict all."""
     target = MarkovModel.random(VOCAB, seed=1)
     rows: list[tuple[int, int]] = []
-    engine = Engine(target, Unmasked(MarkovModel.random(VOCAB, seed=2), drops=False), controller="fixed", entropy=0)
+    engine = fixed(target, Unmasked(MarkovModel.random(VOCAB, seed=2), drops=False), entropy=0)
     engine.listeners.append(
         lambda record: rows.extend((step.rows, step.nodes) for step in record.requests if not step.prefill)
     )

@@ -4,15 +4,17 @@ are."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.answers import fixed
 from support.fixed_noise import answers_of
-from support.markov import greedy
+from support.markov import greedy, spoiled
 from support.tiny_models import PROMPTS, VOCAB, stock
 from truedraft import Engine, SamplingParams
 from truedraft.core import probs as probs_module
@@ -22,11 +24,10 @@ from truedraft.engine import Answer
 from truedraft.errors import InvalidLogitsError
 from truedraft.models.backends.base import BackendMaker
 from truedraft.models.backends.stock import StockBackend
-from truedraft.models.base import ForwardOutput, Segment
 from truedraft.models.cache import RequestCache
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.models.loading import fastest_backend
-from truedraft.testing import MarkovModel, ScriptedDrafter
+from truedraft.testing import MarkovModel, ScriptedDrafter, reduced
 from truedraft.verification import ArgmaxRule
 
 SMALL = 8
@@ -74,7 +75,7 @@ def test_greedy_makes_no_distribution(
     target: MarkovModel, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_probs(monkeypatch)
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     engine.generate([[3, 1, 4], [2]], GREEDY)
     assert made == []
     engine.generate([3, 1, 4], SAMPLED)
@@ -87,7 +88,7 @@ def test_answers_are_those_that_distributions_give(
     """Greedy, sampled and seeded requests in one batch, in every order of neighbours."""
     prompts = [[3, 1, 4], [1] * 9, [2], [5, 6], [3, 3], [7]]
     params = [GREEDY, SAMPLED, GREEDY, GREEDY, SEEDED, SAMPLED]
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     without = answers_of(engine, prompts, params)
     alone = [answers_of(engine, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     backwards = answers_of(engine, prompts[::-1], params[::-1])[::-1]
@@ -95,10 +96,11 @@ def test_answers_are_those_that_distributions_give(
     made = count_probs(monkeypatch)
     with_them = answers_of(engine, prompts, params)
     assert sum(made) > 0
-    for answers in (alone, backwards, with_them):
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in without]
-        assert [answer.stats for answer in answers] == [answer.stats for answer in without]
-        assert [answer.origins for answer in answers] == [answer.origins for answer in without]
+    told, *others = (
+        [(answer.token_ids, answer.stats, answer.origins) for answer in answers]
+        for answers in (without, alone, backwards, with_them)
+    )
+    assert others == [told] * 3
 
 
 def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,60 +108,25 @@ def test_bfloat16_logits_are_judged_as_their_distributions(monkeypatch: pytest.M
     model = HuggingFaceModel(stock("llama", dtype=torch.bfloat16), None, "llama", fastest_backend)
     prompts = [list(prompt) for prompt in PROMPTS]
     for drafter in (None, DraftModel(model, branching=(3, 2, 1))):
-        without = [answer.token_ids for answer in Engine(model, drafter, controller="fixed").generate(prompts, GREEDY)]
+        engine = fixed(model, drafter)
+        without = [answer.token_ids for answer in engine.generate(prompts, GREEDY)]
         with monkeypatch.context() as patch:
             with_probs(patch)
-            assert [
-                a.token_ids for a in Engine(model, drafter, controller="fixed").generate(prompts, GREEDY)
-            ] == without
-
-
-class Flat(MarkovModel):
-    """All logits are equal but that of the last token, which is lower."""
-
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        output = super().forward(segments)
-        logits = torch.zeros_like(output.logits)
-        logits[:, -1] = -1.0
-        return ForwardOutput(logits, output.hidden)
+            assert [answer.token_ids for answer in engine.generate(prompts, GREEDY)] == without
 
 
 def test_ties_go_to_the_lowest_id(target: MarkovModel) -> None:
-    model = Flat(target.probs)
+    """All logits are equal but that of the last token, which is lower."""
+    model = spoiled(target, lambda row, pair: row.zero_()[-1:].fill_(-1.0))
     for drafter in (None, ScriptedDrafter(lambda tokens: [[1, 0], [0, 0, 2]])):
-        assert (
-            Engine(model, drafter, controller="fixed").generate([3, 1], SamplingParams(max_tokens=9)).token_ids
-            == [0] * 9
-        )
+        answer = fixed(model, drafter).generate([3, 1], SamplingParams(max_tokens=9))
+        assert answer.token_ids == [0] * 9
 
 
 # --- logits that are not numbers ---
 
 
-class Spoiled(MarkovModel):
-    """Logits of rows after one pair of tokens are changed.
-
-    Args:
-        probs: of the table.
-        pair: the last two tokens of the rows in question.
-        spoil: changes such a row `[vocab]` in place.
-    """
-
-    def __init__(self, probs: Tensor, pair: tuple[int, int], spoil: Any) -> None:
-        super().__init__(probs)
-        self._pair = pair
-        self._spoil = spoil
-
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        output = super().forward(segments)
-        logits = output.logits.clone()
-        for row, pair in zip(logits, output.hidden.long().tolist(), strict=True):
-            if tuple(pair) == self._pair:
-                self._spoil(row)
-        return ForwardOutput(logits, output.hidden)
-
-
-SPOILS = {
+SPOILS: dict[str, Callable[[Tensor], object]] = {
     "all NaN": lambda row: row.fill_(torch.nan),
     "one NaN": lambda row: row[3:4].fill_(torch.nan),
     "a NaN where the least likely token is": lambda row: row[row.argmin()].fill_(torch.nan),
@@ -173,6 +140,10 @@ def greedy_text(model: MarkovModel, prompt: Sequence[int], count: int) -> list[i
     return [*prompt, *greedy(model, prompt, count)]
 
 
+def broken_behind(target: MarkovModel, pair: tuple[int, int], spoil: str) -> MarkovModel:
+    return spoiled(target, lambda row, own: own == pair and SPOILS[spoil](row))
+
+
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: Drafter | None, spoil: str) -> None:
     """What plain decoding emits before the broken row is there; the neighbours, greedy and sampled, do not notice."""
@@ -180,15 +151,15 @@ def test_a_broken_row_fails_its_own_request_only(target: MarkovModel, drafter: D
     texts = [greedy_text(target, prompt, 12) for prompt in prompts]
     others = {pair for text in (texts[0], texts[2]) for pair in itertools.pairwise(text)}
     place = next(i for i in range(1, 12) if (texts[1][i], texts[1][i + 1]) not in others)
-    broken = Spoiled(target.probs, (texts[1][place], texts[1][place + 1]), SPOILS[spoil])
+    broken = broken_behind(target, (texts[1][place], texts[1][place + 1]), spoil)
     params = SamplingParams(max_tokens=12)
-    answers = Engine(broken, drafter, controller="fixed").generate(prompts, params)
+    answers = fixed(broken, drafter).generate(prompts, params)
     assert [answer.finish_reason for answer in answers] == ["length", "error", "length"]
     assert [answers[0].token_ids, answers[2].token_ids] == [texts[0][2:], texts[2][2:]]
     assert answers[1].token_ids == texts[1][2 : place + 2]
     assert "gave NaN or infinite logits" in (answers[1].error or "")
     with pytest.raises(InvalidLogitsError, match=f"after {place} tokens of its answer"):
-        Engine(broken, drafter, controller="fixed").generate(prompts[1], params)
+        fixed(broken, drafter).generate(prompts[1], params)
 
 
 def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovModel) -> None:
@@ -196,36 +167,22 @@ def test_a_broken_row_that_no_answer_comes_by_does_not_matter(target: MarkovMode
     seen = set(itertools.pairwise(text))
     # Drafted beside each right token; the row below the wrong one is broken.
     pair = next((text[i], wrong) for i in range(2, 9) for wrong in range(SMALL) if (text[i], wrong) not in seen)
-    broken = Spoiled(target.probs, pair, SPOILS["all NaN"])
+    broken = broken_behind(target, pair, "all NaN")
     beside = ScriptedDrafter(lambda tokens: [[pair[1]], greedy_text(target, tokens, 2)[-2:]])
-    answer = Engine(broken, beside, controller="fixed").generate([3, 1], SamplingParams(max_tokens=12))
+    answer = fixed(broken, beside).generate([3, 1], SamplingParams(max_tokens=12))
     assert (answer.finish_reason, answer.token_ids) == ("length", text[2:])
 
 
 def test_minus_infinity_forbids_a_token_and_nothing_else(target: MarkovModel, drafter: Drafter | None) -> None:
     """A mask of all but two tokens; the answer goes on among them."""
-
-    class Masked(MarkovModel):
-        def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-            output = super().forward(segments)
-            logits = output.logits.clone()
-            logits[:, [0, 1, 3, 4, 6, 7]] = -torch.inf
-            return ForwardOutput(logits, output.hidden)
-
-    model = Masked(target.probs)
-    tokens = [3, 1]
+    tokens, params = [3, 1], SamplingParams(max_tokens=20)
     for _ in range(20):
-        dist = model.probs_after(tokens)
+        dist = target.probs_after(tokens)
         tokens.append(2 if dist[2] >= dist[5] else 5)
-    for params in (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, top_k=2)):
-        answer = Engine(model, drafter, controller="fixed").generate([3, 1], params)
-        assert answer.finish_reason == "length"
-        assert answer.token_ids == tokens[2:]
-    sampled = Engine(model, drafter, controller="fixed").generate(
-        [[3, 1], [3, 1]], [SamplingParams(max_tokens=20), SAMPLED]
-    )
-    assert sampled[0].token_ids == tokens[2:]
-    assert set(sampled[1].token_ids) == {2, 5}
+    engine = fixed(reduced(target, [2, 5]), drafter)
+    greedy, narrow, sampled = engine.generate([[3, 1]] * 3, [params, replace(params, top_k=2), SAMPLED])
+    assert greedy.token_ids == narrow.token_ids == tokens[2:]
+    assert set(sampled.token_ids) == {2, 5}
 
 
 def test_a_row_of_minus_infinity_and_one_number_is_that_token() -> None:
@@ -261,7 +218,7 @@ def poisoned(body: BackendMaker) -> tuple[list[Answer], list[list[int]]]:
         following = text[len(tokens) : len(tokens) + 2]
         return [following, [bad] * 4] if next(calls) % 3 and len(following) == 2 else []
 
-    engine = Engine(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script), controller="fixed")
+    engine = fixed(HuggingFaceModel(module, None, "spoiled", body), ScriptedDrafter(script))
     first = engine.generate(prompts, GREEDY)
     return [*first, *engine.generate(prompts, GREEDY)], [*plain, *plain]  # then with caches that were given back
 

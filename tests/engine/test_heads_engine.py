@@ -8,12 +8,14 @@ is shown to fail it. What an engine emits with heads is counted by `test_reasoni
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.answers import fixed
 from support.head_models import (
     SHARPENED,
     MarkovWithEmbedding,
@@ -25,7 +27,7 @@ from support.head_models import (
 )
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.core.noise import KeyedNoise, Noise
+from truedraft.core.noise import KeyedNoise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankTree
 from truedraft.drafters import Drafter, Medusa, Redrafter
@@ -47,6 +49,7 @@ TREES = {
     "published": published_tree().within(3, 4),
 }
 PROMPTS = [[3, 1, 4], [1] * 9, [2], [5, 6]]
+PARAMS = [SamplingParams(count, temperature) for count, temperature in ((40, 0.0), (7, 1.0), (25, 0.7), (1, 0.0))]
 CALIBRATED = {"survival": {"greedy": SHARPENED, "sampled": SHARPENED}}
 
 
@@ -124,7 +127,16 @@ def candidates_scheme(world: MarkovWithHead, drafter: Drafter) -> Callable[[Pref
     return scheme
 
 
-def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
+def off_by(rule: Rule, world: MarkovWithHead, drafter: Drafter) -> float:
+    """The distance of what a rule emits for the drafter's trees from the target's distribution of four tokens."""
+
+    def dist(prefix: Prefix) -> Tensor:
+        return world.probs_after((0, *prefix))
+
+    return distance(emitted_dist(rule, dist, candidates_scheme(world, drafter), 4), target_dist(dist, 4))
+
+
+def medusa_off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
     world = MarkovWithHead.random(vocab, seed=3, sharpness=1.0)
     heads = random_heads(world, heads=3, spread=0.5)
     if tree in ("likeliest", "calibrated"):
@@ -132,21 +144,17 @@ def off_by(rule: Rule, tree: str, vocab: int = 4) -> float:
         drafter = Medusa(heads, GuessTrees(3, calibration=calibration), nodes=6)
     else:
         drafter = Medusa(heads, {"sampled": TREES[tree].within(3, vocab)}, nodes=64)
-
-    def dist(prefix: Prefix) -> torch.Tensor:
-        return world.probs_after((0, *prefix))
-
-    return distance(emitted_dist(rule, dist, candidates_scheme(world, drafter), 4), target_dist(dist, 4))
+    return off_by(rule, world, drafter)
 
 
 @pytest.mark.parametrize("tree", [*TREES, "likeliest", "calibrated"])
 def test_the_lossless_rule_emits_the_targets_distribution_exactly(tree: str) -> None:
-    assert off_by(SpeculativeSampling(), tree) < 1e-12
+    assert medusa_off_by(SpeculativeSampling(), tree) < 1e-12
 
 
 @pytest.mark.parametrize("tree", ["chain", "mixed", "likeliest", "calibrated"])
 def test_typical_acceptance_does_not(tree: str) -> None:
-    assert off_by(TypicalAcceptance(), tree) > 0.05
+    assert medusa_off_by(TypicalAcceptance(), tree) > 0.05
 
 
 def test_calibration_chooses_beams_and_leaves_drawn_ones_alone() -> None:
@@ -176,12 +184,7 @@ def test_beams_emit_the_targets_distribution_exactly(
 ) -> None:
     world, head = small()
     drafter = Redrafter(head.with_record(HeadRecord(facts=facts)), beams=beams, length=length, nodes=nodes)
-
-    def dist(prefix: Prefix) -> Tensor:
-        return world.probs_after((0, *prefix))
-
-    emitted = emitted_dist(SpeculativeSampling(), dist, candidates_scheme(world, drafter), 4)
-    assert distance(emitted, target_dist(dist, 4)) < 1e-12
+    assert off_by(SpeculativeSampling(), world, drafter) < 1e-12
 
 
 # --- tokens ---
@@ -190,7 +193,7 @@ def test_beams_emit_the_targets_distribution_exactly(
 @pytest.mark.parametrize("name", GUESSING)
 def test_greedy_answers_are_those_of_plain_decoding(target: MarkovWithEmbedding, name: str) -> None:
     params = SamplingParams(max_tokens=60)
-    engine = Engine(target, GUESSING[name](target), controller="fixed", entropy=0)
+    engine = fixed(target, GUESSING[name](target), entropy=0)
     plain = [answer.token_ids for answer in Engine(target).generate(PROMPTS, params)]
     made = engine.generate(PROMPTS, params)
     assert [answer.token_ids for answer in made] == plain
@@ -219,7 +222,7 @@ def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
     plain = [answer.token_ids for answer in Engine(target).generate(prompts, params)]
 
     def accepted(drafter: Medusa) -> int:
-        answers = Engine(target, drafter, max_batch=8, controller="fixed", entropy=0).generate(prompts, params)
+        answers = fixed(target, drafter, max_batch=8, entropy=0).generate(prompts, params)
         assert [answer.token_ids for answer in answers] == plain
         assert not any(answer.warnings for answer in answers)
         return sum(answer.stats.accepted_tokens for answer in answers)
@@ -233,19 +236,14 @@ def test_seeded_answers_are_plain_ones_and_are_guessed_more_often(
 class Unhearing(Medusa):
     """Kept from the noise of seeded requests."""
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
         return super().propose(batch, budgets, [KeyedNoise(0, 0, 0)] * len(batch))
 
 
 def test_drawn_paths_and_chosen_beams_share_a_batch(target: MarkovWithEmbedding) -> None:
     """Greedy, sampled and seeded requests, with budgets that change from step to step."""
     budgets = [Budget(3, 4), NO_DRAFT, Budget(1, 2), Budget(3, 1), Budget(2, 4, 3)]
-    params = [
-        SamplingParams(max_tokens=count, temperature=t, seed=seed)
-        for count, t, seed in ((40, 0.0, None), (7, 1.0, None), (25, 0.7, 1), (1, 0.0, None))
-    ]
+    params = [*PARAMS[:2], replace(PARAMS[2], seed=1), PARAMS[3]]
     drafter = redrafter(target, sampled=True)
     answers = Engine(target, drafter, controller=ScriptedController(budgets)).generate(PROMPTS, params)
     assert not any(answer.warnings for answer in answers)
@@ -271,11 +269,10 @@ class Watched(Medusa):
     def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
         super().observe(batch, outcomes)
         for request, outcome in zip(batch, outcomes, strict=True):
-            vector = self._vectors.get(request.id)
             if outcome.partial:
                 continue  # a part of a prompt that is not its last: no token is drawn behind it
-            assert vector is not None
-            assert vector.equal(self.target.vector_after(request.tokens[:-1]))
+            vector = self._vectors.get(request.id)
+            assert vector is not None and vector.equal(self.target.vector_after(request.tokens[:-1]))
             self.seen += 1
 
 
@@ -293,10 +290,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmb
     """Whatever was accepted, also after steps without a budget, and in a batch whose members end at different times."""
     drafter = Watched(target)
     engine = Engine(target, drafter, controller=ScriptedController(budgets), entropy=1)
-    params = [
-        SamplingParams(max_tokens=count, temperature=t) for count, t in ((40, 0.0), (7, 1.0), (25, 0.7), (1, 0.0))
-    ]
-    answers = engine.generate(PROMPTS, params)
+    answers = engine.generate(PROMPTS, PARAMS)
     assert not any(answer.warnings for answer in answers)
     assert [len(answer.token_ids) for answer in answers] == [40, 7, 25, 1]
     assert drafter.seen == sum(answer.stats.target_calls + 1 for answer in answers)
@@ -308,7 +302,7 @@ def test_the_vector_is_always_that_of_the_last_drawn_token(target: MarkovWithEmb
 def test_a_long_prompt_is_read_in_parts(target: MarkovWithEmbedding) -> None:
     long = MarkovWithEmbedding(target.probs, context_length=2048)
     drafter = Watched(long)
-    engine = Engine(long, drafter, controller="fixed", entropy=0)
+    engine = fixed(long, drafter, entropy=0)
     prompt = [i * i % 8 for i in range(1500)]
     answer = engine.generate(prompt, SamplingParams(max_tokens=20))
     assert answer.token_ids == Engine(long).generate(prompt, SamplingParams(max_tokens=20)).token_ids

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from support.answers import fixed
 from truedraft import Engine, SamplingParams
 from truedraft.core.logprobs import TokenLogprobs, token_logprobs
 from truedraft.core.probs import probs_from_logits
@@ -23,7 +24,7 @@ def target() -> MarkovModel:
 
 
 def drafted(target: MarkovModel) -> Engine:
-    return Engine(target, DraftModel(MarkovModel.random(8, seed=2), branching=(2, 2)), controller="fixed", entropy=3)
+    return fixed(target, DraftModel(MarkovModel.random(8, seed=2), branching=(2, 2)), entropy=3)
 
 
 def test_by_hand() -> None:

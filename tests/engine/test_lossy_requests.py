@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support.answers import fixed
 from support.fixed_noise import answers_of
 from support.letters import Letters
 from support.pairwise import pairwise
@@ -58,7 +59,7 @@ def probs_on(target: MarkovModel, answer: Answer) -> list[torch.Tensor]:
 
 
 def engine_of(target: MarkovModel, rule: Rule, drafter: str = "tree") -> Engine:
-    return Engine(target, DRAFTERS[drafter](), rule, controller="fixed", entropy=5)
+    return fixed(target, DRAFTERS[drafter](), rule, entropy=5)
 
 
 def tokens_judged(answer: Answer) -> int:
@@ -77,7 +78,7 @@ def tokens_judged(answer: Answer) -> int:
 def test_every_emitted_token_is_measured_once(
     target: MarkovModel, drafter: Drafter | None, rule: Rule, options: str
 ) -> None:
-    stats = Engine(target, drafter, rule, controller="fixed", entropy=5).generate(PROMPT, OPTIONS[options]).stats
+    stats = fixed(target, drafter, rule, entropy=5).generate(PROMPT, OPTIONS[options]).stats
     assert stats.divergence is not None
     assert stats.divergence.tokens == 40 == stats.emitted_tokens + stats.prefill_tokens
     assert stats.mean_total_variation == pytest.approx(stats.divergence.total_variation / 40)
@@ -137,9 +138,7 @@ def test_what_a_stop_text_takes_back_counts_nowhere(target: MarkovModel) -> None
 
 def test_lossless_rules_measure_nothing(target: MarkovModel, drafter: Drafter | None) -> None:
     for params in OPTIONS.values():
-        stats = (
-            Engine(target, drafter, SpeculativeSampling(), controller="fixed", entropy=5).generate(PROMPT, params).stats
-        )
+        stats = fixed(target, drafter, SpeculativeSampling(), entropy=5).generate(PROMPT, params).stats
         assert stats.divergence is None and stats.mean_total_variation is None and stats.mean_kl is None
         assert stats.mean_total_variation_greedy is None and stats.mean_kl_greedy is None
 
@@ -175,7 +174,7 @@ def test_above_temperature_zero_the_request_keeps_its_own_distribution(target: M
 
 
 def test_a_seed_is_refused_by_name_and_decides_nothing_of_greedy_answers(target: MarkovModel, rule: Rule) -> None:
-    lossy, lossless = Engine(target, rule=rule, controller="fixed", entropy=5), Engine(target)
+    lossy, lossless = fixed(target, rule=rule, entropy=5), Engine(target)
     seeded = SamplingParams(max_tokens=40, temperature=0.9, seed=5)
     for ask in (lambda: lossy.generate(PROMPT, seeded), lambda: lossless.submit(PROMPT, seeded, rule=rule)):
         with pytest.raises(OptionError, match=f"rule {rule.spec!r} is lossy") as caught:
@@ -188,7 +187,7 @@ def test_a_seed_is_refused_by_name_and_decides_nothing_of_greedy_answers(target:
 
 def test_a_mixed_batch_answers_as_each_request_alone(target: MarkovModel, drafter: Drafter | None, rule: Rule) -> None:
     params = list(OPTIONS.values())
-    engine = Engine(target, drafter, rule, controller="fixed", entropy=5)
+    engine = fixed(target, drafter, rule, entropy=5)
     together = answers_of(engine, [PROMPT] * 3, params)
     for answer, own in zip(together, params, strict=True):
         (alone,) = answers_of(engine, [PROMPT], own)
@@ -204,7 +203,7 @@ def test_broken_logits_end_the_answer_where_they_are(target: MarkovModel, rule: 
     probs[:, 6] = torch.nan
     probs[:, :6, 6] = 0.9
     broken = MarkovModel(probs / probs.sum(dim=-1, keepdim=True))
-    engine = Engine(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule, controller="fixed", entropy=5)
+    engine = fixed(broken, ScriptedDrafter(lambda tokens: [[6, 1, 2]]), rule, entropy=5)
     request = engine.submit([1, 2], SamplingParams(max_tokens=20))
     while engine.step():
         pass

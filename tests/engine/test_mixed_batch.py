@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from support.answers import fixed
 from support.fixed_noise import answers_of
 from support.head_models import random_heads, random_redrafter
 from support.letters import Letters
@@ -92,12 +93,12 @@ def test_each_answers_as_alone(name: str) -> None:
     every = list(REQUESTS.values())
     if rule is not None and not rule.lossless:
         every = [replace(each, seed=None) for each in every]
-    engine = Engine(model(), DRAFTERS[name](), rule, controller="fixed")
+    engine = fixed(model(), DRAFTERS[name](), rule)
     alone = [answers_of(engine, [prompt], params)[0] for prompt, params in zip(PROMPTS, every, strict=True)]
     assert told(answers_of(engine, PROMPTS, every)) == told(alone)
     # In another order, a few at a time, so that each meets others at other places.
     order = sorted(range(len(every)), key=lambda i: 7 * i % len(every))
-    engine = Engine(model(), DRAFTERS[name](), rule, max_batch=5, controller="fixed")
+    engine = fixed(model(), DRAFTERS[name](), rule, max_batch=5)
     others = answers_of(engine, [PROMPTS[i] for i in order], [every[i] for i in order])
     assert told(others) == told([alone[i] for i in order])
     assert {answer.finish_reason for answer in alone} == {"stop", "length"}

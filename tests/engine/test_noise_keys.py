@@ -22,7 +22,7 @@ from truedraft.core.verdict import Origin
 from truedraft.drafters import Drafter, DraftModel, Medusa, PromptLookup, Redrafter
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine import Answer
-from truedraft.engine.policy import FixedBudget
+from truedraft.engine.policy import Controller
 from truedraft.engine.request import Request
 from truedraft.kinds.medusa.guess_trees import GuessTrees
 from truedraft.testing import MarkovModel, ScriptedDrafter
@@ -69,15 +69,11 @@ class Read:
 
 @dataclass
 class NoiseRecord:
-    """What one answer took, by the numbers themselves: however keys are made, equal ones give equal numbers.
+    """What one answer took, by the numbers themselves: however keys are made, equal ones give equal numbers; by chance
+    two keys give one number with probability below 1e-6."""
 
-    Attributes:
-        reads: by number, all looks at it; by chance two keys give one number with probability below 1e-6.
-        places: by the key of a vocabulary's Gumbel noise, the places of the text it was taken for.
-    """
-
-    reads: dict[float, list[Read]] = field(default_factory=dict)
-    places: dict[int, set[int]] = field(default_factory=dict)
+    reads: dict[float, list[Read]] = field(default_factory=dict)  # by number, all looks at it
+    places: dict[int, set[int]] = field(default_factory=dict)  # by key of Gumbel noise, where in the text it was taken
 
     def check(self, answer: Answer, vocab: int) -> None:
         """Nothing was used twice, and each token that was not drafted came by a number of its own place."""
@@ -131,9 +127,14 @@ def target() -> MarkovWithEmbedding:
 
 
 def answered(
-    patch: pytest.MonkeyPatch, target: MarkovModel, drafter: Drafter | None, rule: Rule, params: SamplingParams
+    patch: pytest.MonkeyPatch,
+    target: MarkovModel,
+    drafter: Drafter | None,
+    rule: Rule,
+    params: SamplingParams,
+    controller: Controller | str = "fixed",
 ) -> tuple[Answer, NoiseRecord]:
-    engine = Engine(target, drafter, rule, FixedBudget(), entropy=5)  # which drafts whatever it costs
+    engine = Engine(target, drafter, rule, controller, entropy=5)
     with recorded(patch) as record:
         return engine.generate([3, 1, 2], params), record
 
@@ -178,9 +179,7 @@ def test_each_draw_and_each_judgement_has_a_number(
 
 def members(target: MarkovWithEmbedding) -> Portfolio:
     """Some that draw, of which two are the same drafter, and some that choose."""
-    chain, tree = DRAFTERS["chain"], DRAFTERS["tree"]
-    lookup, beams = DRAFTERS["prompt lookup"], DRAFTERS["drawn beams"]
-    made = [make(target) for make in (chain, lookup, tree, chain, beams)]
+    made = [DRAFTERS[name](target) for name in ("chain", "prompt lookup", "tree", "chain", "drawn beams")]
     return Portfolio([member for member in made if member is not None])
 
 
@@ -193,9 +192,8 @@ def test_no_noise_serves_two_members(
     for kind, params in OPTIONS.items():
         if params.seeded and not rule.lossless:
             continue
-        engine = Engine(target, members(target), rule, controller=RandomDecisions(3, merges=merges), entropy=5)
-        with recorded(monkeypatch) as record:
-            answer = engine.generate([3, 1, 2], params)
+        decisions = RandomDecisions(3, merges=merges)
+        answer, record = answered(monkeypatch, target, members(target), rule, params, decisions)
         record.check(answer, VOCAB)
         assert answer.stats.draft_tokens > 20
         assert bool(record.reads) == (kind in ("sampled", "nucleus"))
@@ -232,15 +230,10 @@ def test_many_numbers_of_a_member_at_once_are_those_one_by_one() -> None:
 # ------------------------------------------------------------------------------- faults it must find
 
 
-def _without_member(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeyedNoise, "of_member", lambda noise, member: noise)
-
-
 def test_members_that_share_their_noise_are_found(target: MarkovWithEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_member(monkeypatch)
-    engine = Engine(target, members(target), controller=RandomDecisions(3), entropy=5)
-    with recorded(monkeypatch) as record:
-        answer = engine.generate([3, 1, 2], SAMPLED)
+    monkeypatch.setattr(KeyedNoise, "of_member", lambda noise, member: noise)
+    drafter, decisions = members(target), RandomDecisions(3)
+    answer, record = answered(monkeypatch, target, drafter, SpeculativeSampling(), SAMPLED, decisions)
     with pytest.raises(AssertionError, match="served"):
         record.check(answer, VOCAB)
 

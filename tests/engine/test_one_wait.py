@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from support import fixed_noise
+from support.answers import fixed
 from support.backends import graph_backend
 from support.head_models import random_heads, random_redrafter
 from support.recorded_heads import RecordedMedusa, Waitless
@@ -135,14 +136,13 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
 }
 
 
-def likeliest(target: HuggingFaceModel) -> Medusa:
+def likeliest(target: HuggingFaceModel, kind: type[Medusa] = Medusa) -> Medusa:
     """Trees that the heads' own probabilities choose at each step, which the host must see."""
-    return Medusa(medusa(target).head, GuessTrees(3), nodes=9)
+    return kind(medusa(target).head, GuessTrees(3), nodes=9)
 
 
 def recorded_likeliest(target: HuggingFaceModel) -> Medusa:
-    """The same, replayed from recordings."""
-    return RecordedMedusa(medusa(target).head, GuessTrees(3), nodes=9)
+    return likeliest(target, RecordedMedusa)
 
 
 def beams(target: HuggingFaceModel) -> Redrafter:
@@ -175,9 +175,7 @@ def as_on_the_cpu(
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_one_fetch_a_step_and_the_answers_of_the_cpu(drafter: str, batch: str) -> None:
     target = model()
-    standin, nodes, answers = as_on_the_cpu(
-        lambda: Engine(target, DRAFTERS[drafter](target), controller="fixed"), BATCHES[batch]
-    )
+    standin, nodes, answers = as_on_the_cpu(lambda: fixed(target, DRAFTERS[drafter](target)), BATCHES[batch])
     assert standin.fetches == [1] * len(nodes)
     assert len(nodes) >= 24 // 5
     assert (sum(nodes) > 0) == (drafter != "plain")
@@ -197,7 +195,7 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
 ) -> None:
     """For the heads' probabilities, or the shape of merged beams; a step that drafts nothing waits once."""
     target = model()
-    standin, drafted, _ = as_on_the_cpu(lambda: Engine(target, drafter(target), controller="fixed"), BATCHES[batch])
+    standin, drafted, _ = as_on_the_cpu(lambda: fixed(target, drafter(target)), BATCHES[batch])
     assert standin.fetches == [2 if nodes else 1 for nodes in drafted]
     assert sum(nodes > 0 for nodes in drafted) > len(drafted) // 2
 
@@ -206,7 +204,7 @@ def test_trees_chosen_at_each_step_wait_exactly_once_more(
 def test_windows_wait_once_more_for_what_the_target_says_behind_them(batch: str) -> None:
     """Of all requests together; a step without a window waits once."""
     target = model()
-    standin, _, answers = as_on_the_cpu(lambda: Engine(target, Lookahead(3, 3, 2), controller="fixed"), BATCHES[batch])
+    standin, _, answers = as_on_the_cpu(lambda: fixed(target, Lookahead(3, 3, 2)), BATCHES[batch])
     assert not any(answer.warnings for answer in answers)
     assert set(standin.fetches) == {1, 2}
     assert standin.fetches.count(2) > len(standin.fetches) // 2
@@ -220,7 +218,7 @@ def test_requests_that_come_and_go_and_prompts_in_parts(max_batch: int) -> None:
     prompts, params = [long, *PROMPT_IDS[1:]], [NUCLEUS, GREEDY, SEEDED, SAMPLED]
 
     def run() -> list[Answer]:
-        engine = Engine(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch, controller="fixed", entropy=0)
+        engine = fixed(target, DraftModel(model(noise=0.1), 3), max_batch=max_batch, entropy=0)
         engine._scheduler.reading = FixedParts(100)
         return engine.generate(prompts, params)
 
@@ -238,7 +236,7 @@ def test_trees_wait_once_more_a_level(options: dict[str, Any], params: SamplingP
     target = model()
 
     def make() -> Engine:
-        return Engine(target, DraftModel(model(noise=0.1), 3, **options), controller="fixed")
+        return fixed(target, DraftModel(model(noise=0.1), 3, **options))
 
     standin, *_ = as_on_the_cpu(make, [params] * 2, "truedraft.drafters.draws")
     assert max(standin.fetches) <= 1 + 3
@@ -251,9 +249,9 @@ def test_a_rule_that_judges_on_the_host_waits_by_itself() -> None:
             return BatchVerdicts.made(SpeculativeSampling().verify(proposals, probs, noise))
 
     target = model()
-    expected = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), controller="fixed"), BATCHES["mixed"]))
+    expected = told(answers_of(fixed(target, DraftModel(model(noise=0.1), 3)), BATCHES["mixed"]))
     with standing_in() as standin:
-        engine = Engine(target, DraftModel(model(noise=0.1), 3), Own(), controller="fixed")
+        engine = fixed(target, DraftModel(model(noise=0.1), 3), Own())
         assert told(answers_of(engine, BATCHES["mixed"])) == expected
     assert set(standin.fetches) == {2}
 
@@ -263,10 +261,10 @@ def test_draft_and_target_may_lie_apart(far_one: str, monkeypatch: pytest.Monkey
     """Only what lies on a device is not looked at; the CPU by its number stands for another device."""
     far = torch.device("cpu", 0)
     target, draft = model(), model(noise=0.1)
-    expected = told(answers_of(Engine(target, DraftModel(draft, 3), controller="fixed"), BATCHES["mixed"]))
+    expected = told(answers_of(fixed(target, DraftModel(draft, 3)), BATCHES["mixed"]))
     monkeypatch.setattr(transfers, "waits", lambda device: device == far)
     (draft if far_one == "draft" else target).device = far
-    engine = Engine(target, DraftModel(draft, 3), controller="fixed")
+    engine = fixed(target, DraftModel(draft, 3))
     assert told(answers_of(engine, BATCHES["mixed"])) == expected
 
 
@@ -293,9 +291,9 @@ def test_ids_that_do_not_exist_show_after_the_forward_and_cost_only_the_drafting
         return [[bad, 3], [7]] if tokens[0] == PROMPT_IDS[1][0] and len(tokens) > 42 else [[5, 6]]
 
     plain = answers_of(Engine(target), [params] * 3)
-    drafted = answers_of(Engine(target, ScriptedDrafter(lambda tokens: [[5, 6]]), controller="fixed"), [params] * 3)
+    drafted = answers_of(fixed(target, ScriptedDrafter(lambda tokens: [[5, 6]])), [params] * 3)
     with standing_in():
-        answers = answers_of(Engine(target, OnDevice(script), controller="fixed"), [params] * 3)
+        answers = answers_of(fixed(target, OnDevice(script)), [params] * 3)
     for number, answer in enumerate(answers):
         if number == 1:
             assert f"outside 0 to {VOCAB - 1}" in answer.warnings[0]
@@ -329,7 +327,7 @@ def test_broken_rows_fail_the_same_requests_in_the_same_place(batch: str, value:
     for row in (0, 1, 3, 5, 9):
 
         def make(row: int = row) -> Engine:
-            return Engine(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3), controller="fixed")
+            return fixed(Spoiled(4, row, value), DraftModel(model(noise=0.05), 3))
 
         failed += sum(answer.finish_reason == "error" for answer in as_on_the_cpu(make, BATCHES[batch])[2])
     assert failed > 0
@@ -346,19 +344,16 @@ class SpoiledDraft(Spoiled):
 
 def test_a_draft_without_a_distribution_drafts_stand_ins_that_are_judged_exactly() -> None:
     target = model()
-    for params in (GREEDY, SEEDED):
+    for params in (GREEDY, SEEDED, SAMPLED):
         plain = [answer.token_ids for answer in answers_of(Engine(target), [params] * 3)]
         with standing_in() as standin:
-            answers = answers_of(
-                Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [params] * 3
-            )
-        assert [answer.token_ids for answer in answers] == plain
-        assert all(answer.warnings == () and answer.stats.accepted_tokens for answer in answers)
+            engine = fixed(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4))
+            answers = answers_of(engine, [params] * 3)
+        assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
         assert set(standin.fetches) == {1}
-    with standing_in() as standin:
-        answers = answers_of(Engine(target, DraftModel(SpoiledDraft(0, 0, 0.0), 4), controller="fixed"), [SAMPLED] * 3)
-    assert all(answer.finish_reason == "length" and answer.warnings == () for answer in answers)
-    assert set(standin.fetches) == {1}
+        if params is not SAMPLED:
+            assert [answer.token_ids for answer in answers] == plain
+            assert all(answer.stats.accepted_tokens for answer in answers)
 
 
 class FalseProbs(DraftModel):
@@ -378,10 +373,8 @@ class FalseProbs(DraftModel):
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()], ids=["speculative", "block"])
 def test_distributions_that_are_none_show_after_the_forward_and_cost_only_the_drafting(rule: Rule) -> None:
     target = model()
-    sound = told(answers_of(Engine(target, DraftModel(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3))
-    standin, _, answers = as_on_the_cpu(
-        lambda: Engine(target, FalseProbs(model(noise=0.1), 3), rule, controller="fixed"), [SAMPLED] * 3
-    )
+    sound = told(answers_of(fixed(target, DraftModel(model(noise=0.1), 3), rule), [SAMPLED] * 3))
+    standin, _, answers = as_on_the_cpu(lambda: fixed(target, FalseProbs(model(noise=0.1), 3), rule), [SAMPLED] * 3)
     assert told(answers)[::2] == sound[::2]
     assert answers[1].finish_reason == "length" and "no distributions" in answers[1].warnings[0]
     assert sorted(standin.fetches)[-2:] == [1, 2]  # one proposal was judged again
@@ -411,72 +404,58 @@ def test_the_standin_notices_other_reads() -> None:
     ]
     for look in looks:
         with standing_in():
-            answer = Engine(model(), Peeks(look), controller="fixed").generate(PROMPT_IDS[0], GREEDY)
+            answer = fixed(model(), Peeks(look)).generate(PROMPT_IDS[0], GREEDY)
         assert "AssertionError" in "".join(answer.warnings)
 
 
 # ------------------------------------------------------------------------------- on a real device
 
 
+def on_cuda(noise: float | None = None, device: str = "cuda") -> HuggingFaceModel:
+    module: Any = stock("llama") if noise is None else noisy_stock("llama", noise)
+    return HuggingFaceModel(module.to(device), None, "llama", fastest_backend)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("drafter", ["plain", "chain"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_on_cuda_nothing_else_waits(drafter: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's own word: any wait raises but that at the door. Recording a graph waits, so a first run records."""
-
-    def on_cuda(noise: float | None) -> HuggingFaceModel:
-        module: Any = stock("llama") if noise is None else noisy_stock("llama", noise)
-        return HuggingFaceModel(module.to("cuda"), None, "llama", fastest_backend)
-
-    target = on_cuda(None)
-    engine = Engine(target, DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None, controller="fixed")
+    engine = fixed(on_cuda(), DraftModel(on_cuda(0.1), 3) if drafter == "chain" else None)
     expected, _ = answers_of(engine, BATCHES[batch]), answers_of(engine, BATCHES[batch])
-    fetch, run = transfers.fetch, Step.run
-    fetches = 0
+    fetch, run, fetches, steps = transfers.fetch, Step.run, list[int](), list[object]()
 
-    def through_the_door(tensors: Sequence[Tensor]) -> list[list[float]]:
-        nonlocal fetches
-        fetches += 1
-        torch.cuda.set_sync_debug_mode("default")
+    def within(mode: str, outside: str, call: Callable[..., Any], *given: Any) -> Any:
+        torch.cuda.set_sync_debug_mode(mode)
         try:
-            return fetch(tensors)
+            return call(*given)
         finally:
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode(outside)
 
-    def watched(step: Step, *args: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return run(step, *args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def through_the_door(tensors: Sequence[Tensor]) -> Any:
+        fetches.append(len(tensors))
+        return within("default", "error", fetch, tensors)
 
-    steps = 0
-
-    def count(_: object) -> None:
-        nonlocal steps
-        steps += 1
-
-    engine.listeners.append(count)
+    engine.listeners.append(steps.append)
     monkeypatch.setattr(transfers, "fetch", through_the_door)
-    monkeypatch.setattr(Step, "run", watched)
+    monkeypatch.setattr(Step, "run", lambda step, *given: within("error", "default", run, step, *given))
     answers = answers_of(engine, BATCHES[batch])
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert all(answer.warnings == () for answer in answers)
-    assert fetches == steps > 0
+    assert len(fetches) == len(steps) > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rule", [SpeculativeSampling()], ids=["speculative"])
-def test_on_cuda_sampled_answers_are_those_of_the_cpu(rule: Rule) -> None:
+@needs_cuda
+def test_on_cuda_sampled_answers_are_those_of_the_cpu() -> None:
     """The distribution of a float32 model differs in its last bits between devices, so near the start only."""
-    params = SamplingParams(max_tokens=12, temperature=0.8)
-    answers = []
+    found = []
     for device in ("cpu", "cuda"):
-        target, draft = (
-            HuggingFaceModel(module.to(device), None, "llama", fastest_backend)  # type: ignore[arg-type]
-            for module in (stock("llama"), noisy_stock("llama", 0.1))
-        )
-        answers.append(answers_of(Engine(target, DraftModel(draft, 3), rule, controller="fixed"), [params] * 3))
-    assert [a.token_ids[:4] for a in answers[0]] == [a.token_ids[:4] for a in answers[1]]
+        engine = fixed(on_cuda(None, device), DraftModel(on_cuda(0.1, device), 3))
+        answers = answers_of(engine, [SamplingParams(max_tokens=12, temperature=0.8)] * 3)
+        found.append([answer.token_ids[:4] for answer in answers])
+    assert found[0] == found[1]

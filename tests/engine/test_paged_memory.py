@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.heads.test_recorded_drafts import drafter as recorded_drafter
+from support.answers import fixed
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target as layer_target
 from support.loops import weights
@@ -56,7 +57,7 @@ def test_requests_wait_for_pages_and_answers_are_those_of_each_alone(drafted: bo
     alone = [Engine(target).generate(prompt, params).token_ids for prompt in prompts]
     drafter = DraftModel(graphs(0.1), 3) if drafted else None
     limit = pool_of(target).bytes_for_one(CONTEXT) * (2 if drafted else 1)
-    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=limit, max_batch=8)
+    engine = fixed(target, drafter, max_cache_bytes=limit, max_batch=8)
     pages, records = pool_of(target)._pages, list[StepRecord]()
     assert pool_of(target).most_bytes == (limit // 2 if drafted else limit)
     generation, running = pages.generation, []
@@ -118,7 +119,7 @@ def test_pages_of_heads_are_reserved_beside_the_targets(name: str, options: dict
     (heads,) = drafter.held.heads
     assert isinstance(heads.pool, PagePool)
     room = of_target.position_bytes + heads.pool.position_bytes
-    engine = Engine(target, drafter, controller="fixed", max_cache_bytes=room * (CONTEXT + 64), max_batch=8)
+    engine = fixed(target, drafter, max_cache_bytes=room * (CONTEXT + 64), max_batch=8)
     pages, moved, seen = heads.pool._pages, heads.pool._pages.generation, list[tuple[int, int]]()
     assert pages.reserved == 1
     assert heads.pool.most_bytes == heads.pool.bytes_for_one(CONTEXT + 64), "its share, by what a token takes"

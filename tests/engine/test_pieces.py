@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.answers import assert_consistent
+from support.answers import assert_consistent, fixed
 from support.letters import Letters
 from truedraft import Engine, SamplingParams
 from truedraft.core.stats import DrafterCounters
@@ -47,7 +47,7 @@ def drafter(request: pytest.FixtureRequest, target: MarkovModel) -> Drafter | No
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "seeded"])
 def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafter: Drafter | None, kind: str) -> None:
-    engine = Engine(target, drafter, controller="fixed", entropy=5)
+    engine = fixed(target, drafter, entropy=5)
     params = [
         SamplingParams(
             max_tokens=40,
@@ -63,7 +63,7 @@ def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafte
     prompts = [[seed % VOCAB, (3 * seed + 1) % VOCAB] for seed in range(len(params))]
     answers = engine.generate(prompts, params)
     for number, (prompt, its, answer) in list(enumerate(zip(prompts, params, answers, strict=True)))[::7]:
-        again = Engine(target, drafter, controller="fixed", entropy=5)
+        again = fixed(target, drafter, entropy=5)
         again._unseeded = itertools.count(number)
         pieces = list(again.stream(prompt, its))
         assert [token for piece in pieces for token in piece.token_ids] == answer.token_ids
@@ -71,16 +71,40 @@ def test_pieces_join_to_the_answer_wherever_it_stops(target: MarkovModel, drafte
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
 
 
+def following(letters: str, *ends: int) -> MarkovModel:
+    """Token i + 1 follows token i."""
+    count = len(letters)
+    after = torch.eye(count, dtype=torch.float64).roll(1, dims=1)
+    made = MarkovModel(after.expand(count, count, count), eos_token_ids=ends)
+    made.tokenizer = Letters(count, letters)  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(("depth", "length"), [(0, 1.0), (6, 5.0)])
+def test_the_mean_acceptance_length_counts_what_came_up_to_the_end(depth: int, length: float) -> None:
+    """Answers that end by an end of text, a stop id and a stop text of two tokens. Plain decoding has exactly one; a
+    call with right guesses gives all but the prompt's own token: five, and none behind the end."""
+    letters, by_id, by_text = "_abcdefghijk", SamplingParams(stop_token_ids=(6,)), SamplingParams(stop=("ef",))
+    drafter = ScriptedDrafter(lambda tokens: [[len(tokens) + place for place in range(depth)]], depth=depth or 1)
+    for model, params, behind in (
+        (following(letters, 6), SamplingParams(), 1),
+        (following(letters), by_id, 1),
+        (following(letters), by_text, 2),
+    ):
+        answer = fixed(model, drafter).generate([0], params)
+        stats = answer.stats
+        assert (answer.finish_reason, stats.stop_tokens, stats.mean_acceptance_length) == ("stop", behind, length)
+        assert stats.prefill_tokens + stats.emitted_tokens == len(answer.token_ids) == 6 - behind
+        assert stats.target_calls == (1 if depth else 5)
+    at_once = Engine(following(letters)).generate([0], SamplingParams(stop_token_ids=(1,)))
+    assert (at_once.token_ids, at_once.stats.stop_tokens, at_once.stats.target_calls) == ([], 0, 0)
+
+
 def test_a_stop_text_that_came_with_three_steps_is_taken_back_from_all_counts() -> None:
     """The answer is a | c c c c | b a | b a | b x by steps; with the stop text "babab" only "acccc" counts."""
-    count = 12
-    after = torch.eye(count, dtype=torch.float64).roll(1, dims=1)  # token i + 1 follows token i
-    target = MarkovModel(after.expand(count, count, count))
-    target.tokenizer = Letters(count, "_accccbababx")  # type: ignore[assignment]
+    target = following("_accccbababx")
     guesses = {2: [2, 3, 4], 6: [6, 0], 8: [8, 0], 10: [10]}  # by tokens of the text so far, the prompt's one too
-    engine = Engine(
-        target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), controller="fixed", entropy=5
-    )
+    engine = fixed(target, ScriptedDrafter(lambda tokens: [guesses.get(len(tokens), [])]), entropy=5)
     whole = engine.generate([0], SamplingParams(max_tokens=11))
     assert (whole.token_ids, whole.text) == (list(range(1, 12)), "accccbababx")
     assert (whole.stats.accepted_per_position, whole.stats.tried_per_position) == ([4, 1, 1], [4, 3, 1])
@@ -125,9 +149,7 @@ def _add(answer: Answer, name: str) -> None:
 
 @pytest.mark.parametrize("fault", PERTURBED)
 def test_the_check_sees_what_it_is_for(target: MarkovModel, fault: str) -> None:
-    engine = Engine(
-        target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), controller="fixed", entropy=5
-    )
+    engine = fixed(target, DraftModel(MarkovModel.random(VOCAB, seed=2, context_length=200), 3), entropy=5)
     pieces = list(engine.stream([3, 1], SamplingParams(max_tokens=30, temperature=1.0)))
     pieces = [piece for piece in pieces if piece.token_ids or piece.answer]
     answer = deepcopy(pieces[-1].answer)
@@ -149,7 +171,7 @@ def test_a_break_behind_an_accepted_token_tries_no_further_position() -> None:
         told.probs[first[0], first[1]] = torch.nan
         for rule in (None, LenientSampling(0.5)):
             drafter = ScriptedDrafter(lambda tokens: [[first[1], seed, 0, 1]])  # noqa: B023
-            answers = Engine(told, drafter, rule, controller="fixed", entropy=5).generate(
+            answers = fixed(told, drafter, rule, entropy=5).generate(
                 [[3, 1]], SamplingParams(max_tokens=9, stop_token_ids=())
             )
             assert answers[0].finish_reason == "error"

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from engine.test_features import GUESSES, Watching
+from engine.test_features import GUESSES, Merged, Watching
+from support.faulty_parts import raising
 from support.random_decisions import RandomDecisions
 from support.records import watched
 from support.tiny_models import packed, stock
 from truedraft import Engine, SamplingParams
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import Proposal
-from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup, StepOutcome
+from truedraft.drafters import Drafter, DraftModel, DraftRequest, Features, PromptLookup
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.engine.policy import AssistedHeuristic, Budget, ConfidenceStop, Controller, Decision, Goodput
 from truedraft.engine.scheduler import FixedParts
@@ -85,17 +85,6 @@ class Every(Watching):
     features = Features("all", layers=(1,))
 
 
-class Merged(Controller):
-    """All drafters always, in the order of their names or against it."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def decide(self, views):  # type: ignore[no-untyped-def]
-        parts = [Decision(name, Budget(3)) for name in self._names]
-        return [Decision(parts[0].drafter, parts[0].budget, tuple(parts[1:])) for _ in views]
-
-
 @torch.inference_mode()
 def states_after(tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """What each layer gives at the last token; of the last layer it is normed already."""
@@ -120,9 +109,8 @@ def test_each_member_is_told_of_its_own_nodes_and_the_layers_it_declared(order: 
     assert all(outcome.hidden is None and outcome.layers == () for _, outcome in none.seen)
     for member in members.values():
         own = [(before, outcome.proposal) for before, outcome in member.seen if len(outcome.proposal.tree)]
-        assert [(text, list(p.tree.host_ids)) for text, p in own] == [
-            (text, list(p.tree.host_ids)) for text, p in member.proposed if len(p.tree)
-        ]
+        made = [(text, proposal) for text, proposal in member.proposed if len(proposal.tree)]
+        assert [(text, list(p.tree.host_ids)) for text, p in own] == [(text, list(p.tree.host_ids)) for text, p in made]
         for _, outcome in member.seen:
             path = tuple(outcome.proposal.tree.host_ids[node] for node in outcome.path)
             assert path == outcome.tokens[: len(path)]
@@ -149,15 +137,13 @@ class Checked(DraftModel):
 
     checks = 0
 
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
+    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
         made = super().propose(batch, budgets, noise)
         for request, own in zip(batch, made, strict=True):
             self._check(request, len(own.tree))
         return made
 
-    def observe(self, batch: Sequence[DraftRequest], outcomes: Sequence[StepOutcome]) -> None:
+    def observe(self, batch, outcomes):  # type: ignore[no-untyped-def]
         super().observe(batch, outcomes)
         for request in batch:
             self._check(request, 0)
@@ -221,28 +207,19 @@ def test_who_observes_lazily_is_told_of_its_own_steps_at_once_and_else_of_the_la
 # ------------------------------------------------------------------------------------------ failures
 
 
-class FailsEveryTenth(ScriptedDrafter):
-    """Raises at every tenth proposal for any request."""
-
-    calls = 0
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        self.calls += len(batch)
-        if any((self.calls - number) % 10 == 0 for number in range(len(batch))):
-            raise RuntimeError("the tenth time")
-        return super().propose(batch, budgets, noise)
-
-
 @pytest.mark.plants_failures
 @pytest.mark.parametrize("together", [1, 8])
 def test_a_member_that_fails_now_and_then_costs_no_answer(together: int) -> None:
     """Requests that it failed for go on with the other one; where it fails for a batch it is asked for each alone."""
     target = markov()[0]
     plain = Engine(target).generate(PROMPTS, SamplingParams(max_tokens=60))
-    failing = FailsEveryTenth(lambda tokens: GUESSES)
-    members: dict[str, Drafter] = {"failing": failing, "lookup": PromptLookup(min_ngram=1)}
+    calls = itertools.count(1)
+    tenth = raising(
+        ScriptedDrafter(lambda tokens: GUESSES),
+        "the tenth time",
+        propose=lambda batch, *_: any(next(calls) % 10 == 0 for _ in batch),
+    )
+    members: dict[str, Drafter] = {"failing": tenth, "lookup": PromptLookup(min_ngram=1)}
     engine = Engine(target, Portfolio(members), controller=RandomDecisions(1), max_batch=together)
     steps = watched(engine)
     answers = engine.generate(PROMPTS, SamplingParams(max_tokens=60))

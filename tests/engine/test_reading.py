@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from support.answers import fixed
 from support.records import watched
 from support.tiny_models import build, llama, with_noise
 from truedraft import Engine, SamplingParams
@@ -52,12 +53,7 @@ def compute(request: Request, tokens: int) -> None:
 
 
 class Device:
-    """Runs what a scheduler says, in seconds that are a function of the prompts' tokens and of the rows that decode.
-
-    Args:
-        reading: of prompts.
-        seconds: by these two.
-    """
+    """Runs what a scheduler says, in seconds that are a function of the prompts' tokens and of the rows that decode."""
 
     def __init__(self, reading: PromptReading, seconds: Callable[[int, int], float]) -> None:
         self.scheduler = Scheduler(1024, reading)
@@ -390,7 +386,7 @@ def test_prompts_read_together_beside_answers_are_answered_as_alone(options: str
     params = OPTIONS[options]
     prompts = [[(number + 3 * place * place) % 60 for place in range(tokens)] for number, tokens in enumerate(LENGTHS)]
     alone = [answered_alone(options, tuple(prompt)) for prompt in prompts]
-    engine = Engine(target, DRAFTERS[drafter](), controller="fixed", prefix_cache_bytes=0)
+    engine = fixed(target, DRAFTERS[drafter](), prefix_cache_bytes=0)
     engine._scheduler.reading = Unmoved(most)
     records = watched(engine)
     writer = engine.submit([1, 2, 3], SamplingParams(max_tokens=60))

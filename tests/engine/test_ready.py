@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kinds.eagle.test_eagle import Replayed, head
+from support.answers import fixed
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import target
 from support.records import watched
@@ -35,14 +36,7 @@ def recorded(module: Any) -> HuggingFaceModel:
 
 def drafting(prefix_cache_bytes: int | None = None, **options: Any) -> Engine:
     drafter = DraftModel(recorded(noisy_stock("llama", 0.1)), **options)
-    return Engine(
-        recorded(stock("llama")),
-        drafter,
-        controller="fixed",
-        max_batch=2,
-        entropy=3,
-        prefix_cache_bytes=prefix_cache_bytes,
-    )
+    return fixed(recorded(stock("llama")), drafter, max_batch=2, entropy=3, prefix_cache_bytes=prefix_cache_bytes)
 
 
 def test_the_examples_of_its_docstrings() -> None:
@@ -63,7 +57,7 @@ def test_no_answer_waits_for_a_recording_once_all_is_ready(options: dict[str, An
 
 def test_a_head_that_reads_pairs_is_made_ready_as_its_target_is() -> None:
     drafter = Replayed(head())
-    engine = Engine(target("graphs"), drafter, controller="fixed", max_batch=1)
+    engine = fixed(target("graphs"), drafter, max_batch=1)
     engine.make_ready(256)
     before = engine.target.warmups, drafter.warmups
     for temperature in (0.0, 1.0):
@@ -113,7 +107,7 @@ def test_where_nothing_is_recorded_nothing_is_run_but_one_token(monkeypatch: pyt
 
     monkeypatch.setattr(model, "forward", counted)
     monkeypatch.setattr(drafter, "begin", lambda request: pytest.fail("it is asked to draft"))
-    Engine(model, drafter, controller="fixed").make_ready()
+    fixed(model, drafter).make_ready()
     assert rows == [1]
 
 

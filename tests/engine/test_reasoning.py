@@ -6,7 +6,7 @@ The world is that of the option table: four tokens, written as letters, so that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +14,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.option_table import PROMPT, VOCAB, columns, drafters, refusal, world
 from engine.test_form_law import NoTwins
-from support.chi_square import p_value
+from engine.test_option_table import PROMPT, VOCAB, columns, drafters, refusal, world
+from support.answers import fixed
 from support.embedded_models import embedded
+from support.laws import law_of, p_value_of_answers
 from truedraft import Engine, SamplingParams
 from truedraft.core.params import ReasoningSpan, Structured
 from truedraft.core.probs import probs_from_logits
@@ -25,7 +26,6 @@ from truedraft.drafters.prediction import with_own_drafts
 from truedraft.drafters.specs import from_spec
 from truedraft.errors import OptionError
 from truedraft.models.base import LanguageModel
-from truedraft.testing import MarkovModel
 from truedraft.text.forms import Forms
 from truedraft.text.reasoning import ReasonedForm
 from truedraft.text.tokenizer import Tokenizer
@@ -77,22 +77,6 @@ def allowed(answer: Sequence[int], span: ReasoningSpan, form: Structured | None)
     return sorted(found)
 
 
-def law(span: ReasoningSpan, form: Structured | None, params: SamplingParams) -> Mapping[tuple[int, ...], float]:
-    target: MarkovModel = world()
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
-        for answer, mass in found.items():
-            logits = target.probs_after([*PROMPT, *answer]).log()[None]
-            kept = allowed(answer, span, form)
-            logits[:, [token for token in range(VOCAB) if token not in kept]] = -np.inf
-            for token, probability in enumerate(probs_from_logits(logits, params)[0].tolist()):
-                if probability > 0.0:
-                    longer[*answer, token] = mass * probability
-        found = longer
-    return found
-
-
 def asked(name: str, length: int, *, temperature: float = 1.2, seed: int | None = None) -> SamplingParams:
     span, form = SPANS[name]
     return SamplingParams(length, temperature, seed=seed, reasoning=span, structured=form)
@@ -131,12 +115,16 @@ def test_sampled_answers_follow_their_law_whatever_drafts(name: str, letters: To
 
 
 def sampled_p_value(name: str, column: tuple[str, str], letters: Tokenizer) -> float:
-    engine, expected = engine_of(*column, letters), law(*SPANS[name], asked(name, LENGTH))
-    counts = dict.fromkeys(expected, 0)
-    for _ in range(0, ANSWERS, 64):
-        for answer in engine.generate([PROMPT] * 64, asked(name, LENGTH)):
-            counts[tuple(answer.token_ids)] += 1
-    return p_value(np.array(list(counts.values())), np.array(list(expected.values())))
+    target, params = world(), asked(name, LENGTH)
+
+    def probs_after(answer: tuple[int, ...]) -> list[float]:
+        logits = target.probs_after([*PROMPT, *answer]).log()[None]
+        kept = allowed(answer, *SPANS[name])
+        logits[:, [token for token in range(VOCAB) if token not in kept]] = -np.inf
+        found: list[float] = probs_from_logits(logits, params)[0].tolist()
+        return found
+
+    return p_value_of_answers(engine_of(*column, letters), PROMPT, params, law_of(probs_after, LENGTH), ANSWERS)
 
 
 # --- with a real tokenizer and real forms -----------------------------------------------------------------------
@@ -205,7 +193,7 @@ def test_answers(target: LanguageModel, way: str) -> None:
     )
     found = []
     for drafter in ("none", "prompt-lookup,min_ngram=1", "draft", with_own_drafts(from_spec("draft", target))):
-        answer = Engine(target, drafter, controller="fixed", entropy=3).generate("def push(self):\n<think>", params)
+        answer = fixed(target, drafter, entropy=3).generate("def push(self):\n<think>", params)
         assert answer.error is None and not answer.warnings and answer.finish_reason == "stop"
         reasoning, mark, rest = (answer.text or "").partition("</think>")
         assert mark and rest in ("yes", "no")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from support.answers import fixed
 from support.head_models import MarkovWithHead, random_heads
 from support.random_decisions import RandomDecisions
 from truedraft import Engine, SamplingParams
@@ -70,7 +71,7 @@ def test_a_seed_gives_one_answer(target: MarkovWithHead, drafter: str) -> None:
 
 def test_without_a_seed_no_two_requests_share_noise(target: MarkovWithHead) -> None:
     for entropy in (None, 7):
-        engine = Engine(target, DRAFTERS["tree"](target), controller="fixed", entropy=entropy)
+        engine = fixed(target, DRAFTERS["tree"](target), entropy=entropy)
         answers = engine.generate([PROMPT] * 20, UNSEEDED) + [engine.generate(PROMPT, UNSEEDED) for _ in range(5)]
         first = engine.generate(PROMPT, SamplingParams(40, 1.0, n=5))
         answers += [first, *first.others]
@@ -84,7 +85,7 @@ def test_without_a_seed_no_two_requests_share_noise(target: MarkovWithHead) -> N
 
 def test_entropy_fixes_what_is_not_seeded_by_the_order_in_which_it_comes(target: MarkovWithHead) -> None:
     def answers(entropy: int | None, seeded_between: int = 0) -> list[list[int]]:
-        engine = Engine(target, DRAFTERS["draft"](target), controller="fixed", entropy=entropy)
+        engine = fixed(target, DRAFTERS["draft"](target), entropy=entropy)
         found = [engine.generate(PROMPT, UNSEEDED).token_ids]
         for _ in range(seeded_between):
             engine.generate(PROMPT, SEEDED)
@@ -100,6 +101,6 @@ def test_entropy_fixes_what_is_not_seeded_by_the_order_in_which_it_comes(target:
 
 def test_requests_without_a_seed_are_judged_by_the_engines_own_rule(target: MarkovWithHead) -> None:
     """So tests that fix their noise by entropy look at that rule, and not at the one of seeded requests."""
-    engine = Engine(target, DRAFTERS["draft"](target), BlockVerification(), controller="fixed", entropy=7)
+    engine = fixed(target, DRAFTERS["draft"](target), BlockVerification(), entropy=7)
     assert engine.prepare(PROMPT, UNSEEDED).rule is engine.rule
     assert engine.prepare(PROMPT, SEEDED).rule.name == "coupled"

@@ -5,17 +5,16 @@ That seeded answers are those of plain decoding, option by option, is for `test_
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from core.test_shaping import by_definition
-from support.chi_square import p_value
+from support.answers import fixed
+from support.laws import law_of, p_value_of_answers
 from support.pairwise import named, pairwise
 from truedraft import Engine, SamplingParams
 from truedraft.core.probs import probs_from_logits
@@ -81,9 +80,8 @@ def test_greedy_answers_are_those_of_the_definition(target: MarkovModel, drafter
     params = SamplingParams(max_tokens=24, **options)
     answer = engine(target, drafter).generate(PROMPT, params)
     assert answer.token_ids == greedy_by_definition(target, params)
-    if (
-        drafter == "itself" and answer.finish_reason == "length"
-    ):  # it changes its logits alike, so all that it drafts is accepted
+    if drafter == "itself" and answer.finish_reason == "length":
+        # It changes its logits alike, so all that it drafts is accepted.
         assert answer.stats.accepted_tokens == answer.stats.draft_tokens
 
 
@@ -112,24 +110,6 @@ SAMPLED: dict[str, Any] = {
 ANSWERS = 4_096  # a total variation of 0.08 is caught with probability 0.95, what is planted by half as many
 
 
-def exact_law(target: MarkovModel, params: SamplingParams) -> np.ndarray:
-    """Joint distribution of three tokens, by the definition."""
-    law = np.zeros((SMALL,) * 3)
-    for answer in itertools.product(range(SMALL), repeat=3):
-        mass = 1.0
-        for place in range(3):
-            before = list(answer[:place])
-            logits = by_definition_small(target, before, params)
-            mass *= float(probs_from_logits(logits[None], params)[0, answer[place]])
-        law[answer] = mass
-    return law
-
-
-def by_definition_small(target: MarkovModel, answer: list[int], params: SamplingParams) -> torch.Tensor:
-    logits = target.probs_after([1, 2, *answer]).log().tolist()
-    return torch.tensor(by_definition(logits, [1, 2], answer, params), dtype=torch.float64)
-
-
 @pytest.mark.parametrize(
     ("branching", "forgets"),
     [
@@ -146,12 +126,16 @@ def test_sampled_answers_follow_the_law_of_the_definition(
     if forgets:
         monkeypatch.setattr(verifier, "shaped_trees", forgetting)
     target, draft = MarkovModel.random(SMALL, seed=4), MarkovModel.random(SMALL, seed=9)
-    made = Engine(target, DraftModel(draft, branching=branching), controller="fixed", max_batch=64, entropy=0)
-    counts = np.zeros((SMALL,) * 3, dtype=np.int64)
-    for _ in range(0, ANSWERS // 2 if forgets else ANSWERS, 64):
-        for answer in made.generate([[1, 2]] * 64, SamplingParams(max_tokens=3, **SAMPLED)):
-            counts[tuple(answer.token_ids)] += 1
-    found = p_value(counts, exact_law(target, SamplingParams(max_tokens=3, **SAMPLED)))
+    params = SamplingParams(max_tokens=3, **SAMPLED)
+
+    def probs_after(answer: tuple[int, ...]) -> list[float]:
+        logits = target.probs_after([1, 2, *answer]).log().tolist()
+        changed = torch.tensor([by_definition(logits, [1, 2], list(answer), params)], dtype=torch.float64)
+        return probs_from_logits(changed, params)[0].tolist()  # type: ignore[no-any-return]
+
+    made = fixed(target, DraftModel(draft, branching=branching), max_batch=64, entropy=0)
+    answers = ANSWERS // 2 if forgets else ANSWERS
+    found = p_value_of_answers(made, [1, 2], params, law_of(probs_after, 3), answers)
     assert found < 1e-6 if forgets else found > 1e-6
 
 

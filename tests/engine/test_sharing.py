@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support import tiny_models
-from support.answers import finished
+from support.answers import finished, fixed
 from support.chi_square import p_value
 from support.head_models import fitted_heads
 from support.pairwise import by_turns
@@ -60,7 +60,7 @@ def test_a_hit_gives_the_tokens_of_a_cold_start(target: LanguageModel, name: str
     prompts = [[*SHARED, 1], [*SHARED, 2, 3], SHARED[:100], [*SHARED[:130], 9, 9, 9]]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
     cold = [cold_start(tuple(prompt), temperature) for prompt in prompts]
-    engine = Engine(target, DRAFTERS[name](target), controller="fixed", prefix_cache_bytes=1 << 24)
+    engine = fixed(target, DRAFTERS[name](target), prefix_cache_bytes=1 << 24)
     fed = fed_by(engine)
     assert [answer.token_ids for answer in engine.generate(prompts, params)] == cold
     assert sum(fed) < len(SHARED) + 60, "what they share was computed once"
@@ -122,7 +122,7 @@ def test_all_models_of_a_cascade_keep_within_the_bound(target: LanguageModel) ->
     models = [tiny_models.noisy("llama", noise) for noise in (0.3, 0.1, 0.01)]
     small, small_too, middle = map(DraftModel, models)
     cascade = Cascade(Cascade(small, small_too, 3), middle, 5)
-    engine = Engine(target, Portfolio([cascade, PromptLookup()]), controller="fixed", prefix_cache_bytes=most)
+    engine = fixed(target, Portfolio([cascade, PromptLookup()]), prefix_cache_bytes=most)
     stores = [each.prefixes for each in cascade.held.models]
     assert [id(each) for each in stores] == [id(each.prefixes) for each in (middle, small_too, small)]
     fed: list[int] = []
@@ -170,7 +170,7 @@ def test_samples_are_independent_and_each_follows_its_law(drafted: bool) -> None
     """
     target = MarkovModel.random(3, seed=1)
     drafter = DraftModel(MarkovModel.random(3, seed=2), num_speculative_tokens=2) if drafted else None
-    engine = Engine(target, drafter, controller="fixed", max_batch=64)
+    engine = fixed(target, drafter, max_batch=64)
     prompt, runs = [1, 2], 3000
     counts = np.zeros((9, 9))
     params = [SamplingParams(max_tokens=2, temperature=1.0, seed=seed, n=2) for seed in range(runs)]
@@ -184,7 +184,7 @@ def test_samples_are_independent_and_each_follows_its_law(drafted: bool) -> None
 
 
 def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> None:
-    engine = Engine(target, DraftModel(tiny_models.noisy("llama", 0.01)), controller="fixed")
+    engine = fixed(target, DraftModel(tiny_models.noisy("llama", 0.01)))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=3)
     answer = engine.generate(SHARED, params)
     texts = [answer.token_ids, *(each.token_ids for each in answer.others)]

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from support.answers import fixed
+from support.faulty_parts import raising
 from support.markov import greedy
 from support.records import watched
 from truedraft import Engine, SamplingParams
 from truedraft.core.budget import Budget
-from truedraft.core.noise import Noise
-from truedraft.core.proposal import Proposal
 from truedraft.core.stats import StepRecord
 from truedraft.drafters import DraftModel
-from truedraft.drafters.base import DraftRequest
-from truedraft.models.base import ForwardOutput, Segment
-from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter
+from truedraft.testing import MarkovModel, ScriptedController, ScriptedDrafter, altered
 
 VOCAB = 8
 
@@ -47,7 +45,7 @@ def shapes(steps: Sequence[StepRecord]) -> list[tuple[int, int, tuple[int, ...],
 
 
 @pytest.mark.parametrize(
-    ("prompts", "depth", "tokens", "expected"),
+    ("prompts", "guessed", "tokens", "expected"),
     [
         ([[3, 1, 4]], 0, 3, [(1, 3, (0,), 0, True), (1, 1, (3,), 0, False), (1, 1, (4,), 0, False)]),
         ([[3]], 2, 4, [(1, 1, (0,), 0, True), (1, 3, (1,), 2, False)]),
@@ -63,14 +61,22 @@ def shapes(steps: Sequence[StepRecord]) -> list[tuple[int, int, tuple[int, ...],
             7,
             [(3, 6, (0, 0, 0), 0, True), (3, 9, (3, 1, 2), 6, False), (3, 9, (6, 4, 5), 6, False)],
         ),
+        (
+            [[3, 1, 4]],
+            -3,
+            4,
+            [(1, 3, (0,), 0, True), *((1, 4, (3 + n,), 3, False) for n in (0, 1)), (1, 1, (5,), 0, False)],
+        ),
     ],
-    ids=["plain", "one token", "in parts", "a ragged batch"],
+    ids=["plain", "one token", "in parts", "a ragged batch", "wrong guesses"],
 )
 def test_what_each_step_feeds(
-    target: MarkovModel, prompts: list[list[int]], depth: int, tokens: int, expected: list[tuple[object, ...]]
+    target: MarkovModel, prompts: list[list[int]], guessed: int, tokens: int, expected: list[tuple[object, ...]]
 ) -> None:
-    """Also a prompt of one token is a prefill; a batch holds a tree for each request."""
-    engine = Engine(target, right(target, depth) if depth else None, controller="fixed")
+    """Also a prompt of one token is a prefill; a batch holds a tree for each request. Those below 0 are wrong guesses
+    for one place."""
+    drafter = wrong(target, -guessed) if guessed < 0 else right(target, guessed) if guessed else None
+    engine = fixed(target, drafter)
     assert engine.listeners == []
     steps = watched(engine)
     engine.generate(prompts, SamplingParams(max_tokens=tokens))
@@ -79,19 +85,8 @@ def test_what_each_step_feeds(
         steps[0].total_s = 2.0  # type: ignore[misc]
 
 
-def test_contexts_are_those_before_the_step(target: MarkovModel) -> None:
-    """A drafter that is always right: the context grows by three a step; one that is wrong: by one."""
-    for drafter, growth, nodes in ((right(target, 2), 3, 2), (wrong(target, 3), 1, 3)):
-        engine = Engine(target, drafter, controller="fixed")
-        steps = watched(engine)
-        engine.generate([3, 1, 4], SamplingParams(max_tokens=1 + 3 * growth + 1))
-        decoding = [step for step in steps if not step.prefill]
-        assert [step.contexts for step in decoding[:3]] == [(3 + growth * i,) for i in range(3)]
-        assert [(step.rows, step.nodes) for step in decoding[:3]] == [(nodes + 1, nodes)] * 3
-
-
 def test_a_step_with_one_prefill_among_others_is_a_prefill(target: MarkovModel) -> None:
-    engine = Engine(target, right(target, 2), controller="fixed")
+    engine = fixed(target, right(target, 2))
     steps = watched(engine)
     engine.submit([3, 1, 4], SamplingParams(max_tokens=7))
     engine.step()
@@ -110,7 +105,7 @@ def test_a_budget_of_zero_is_a_step_of_plain_decoding(target: MarkovModel) -> No
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int) -> None:
-    engine = Engine(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3), controller="fixed")
+    engine = fixed(target, DraftModel(MarkovModel.random(VOCAB, seed=2), 3))
     steps = watched(engine)
     stats = engine.generate([3, 1, 4], SamplingParams(max_tokens=count)).stats
     assert len(steps) == stats.target_calls + stats.prefill_calls
@@ -122,28 +117,12 @@ def test_one_call_for_each_forward_of_the_target(target: MarkovModel, count: int
 # --- times ---
 
 
-class Slow(MarkovModel):
-    """Takes 20 ms for each forward."""
-
-    def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-        time.sleep(0.02)
-        return super().forward(segments)
-
-
-class SlowDrafter(ScriptedDrafter):
-    """Takes 10 ms for each proposal."""
-
-    def propose(
-        self, batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]
-    ) -> list[Proposal]:
-        time.sleep(0.01)
-        return super().propose(batch, budgets, noise)
-
-
 def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> None:
     """A sleep never ends early, so lower bounds hold on any machine."""
-    slow = Slow(target.probs)
-    engine = Engine(slow, SlowDrafter(lambda tokens: [greedy(target, tokens, 2)], depth=2), controller="fixed")
+    drafter = right(target, 2)
+    slow = altered(target, forward=lambda segments: time.sleep(0.02) or target.forward(segments))
+    slow_drafter = altered(drafter, propose=lambda *given: time.sleep(0.01) or drafter.propose(*given))
+    engine = fixed(slow, slow_drafter)
     steps = watched(engine)
     started = time.perf_counter()
     engine.generate([[3, 1, 4], [2]], SamplingParams(max_tokens=7))
@@ -161,13 +140,7 @@ def test_parts_are_counted_where_they_belong_and_once(target: MarkovModel) -> No
 def test_a_step_that_fails_for_all_is_told_of_for_each_that_is_tried_alone(target: MarkovModel) -> None:
     """The forward of the pack fails; then one request runs, and the other fails by itself."""
 
-    class Picky(MarkovModel):
-        def forward(self, segments: Sequence[Segment]) -> ForwardOutput:
-            if any(7 in segment.tokens for segment in segments):
-                raise RuntimeError("not seven")
-            return super().forward(segments)
-
-    engine = Engine(Picky(target.probs))
+    engine = Engine(raising(target, forward=lambda segments: any(7 in segment.tokens for segment in segments)))
     steps = watched(engine)
     fine, broken = engine.submit([3, 1], SamplingParams(max_tokens=1)), engine.submit([7, 7])
     engine.step()

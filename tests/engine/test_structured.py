@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.answers import fixed
 from support.embedded_models import embedded
 from support.pairwise import pairwise
 from truedraft import Engine, SamplingParams
@@ -56,7 +57,8 @@ def target() -> LanguageModel:
     return embedded()
 
 
-def forms_of(target: LanguageModel) -> Forms:
+@pytest.fixture
+def forms(target: LanguageModel) -> Forms:
     return Forms(tokenizer_of(target), target.vocab_size, target.eos_token_ids)
 
 
@@ -104,7 +106,7 @@ def plain(name: str, way: str) -> Answer:
 def test_answers_have_the_form_and_are_those_of_plain_decoding(
     target: LanguageModel, name: str, way: str, drafter: str
 ) -> None:
-    engine = Engine(target, DRAFTERS[drafter](target), controller="fixed", entropy=0)
+    engine = fixed(target, DRAFTERS[drafter](target), entropy=0)
     answer = engine.generate(PROMPT, SamplingParams(100, structured=FORMS[name], **WAYS[way]))
     assert answer.error is None and not answer.warnings
     if way != "sampled":
@@ -115,9 +117,8 @@ def test_answers_have_the_form_and_are_those_of_plain_decoding(
         assert_has_form(name, answer.text or "")
 
 
-def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
+def test_masks_are_functions_of_paths(target: LanguageModel, forms: Forms) -> None:
     """A mask behind a path is the one that plain decoding would see there, in whatever order they are asked for."""
-    forms = forms_of(target)
     text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     at_once = forms.start(FORMS["schema"], [1, *text[:2]], 1)
     for count in (9, 2, 5, 0, 9):
@@ -132,9 +133,8 @@ def test_masks_are_functions_of_paths(target: LanguageModel) -> None:
     assert at_once.legal(text[2:]) == len(text) - 2
 
 
-def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel) -> None:
+def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel, forms: Forms) -> None:
     """A chain goes on with one state of the form; branches, ends and what is illegal must not lead it astray."""
-    forms = forms_of(target)
     text = tokenizer_of(target).plain_ids('{"name": "stack", "kind": "list", "size": 7, "tags": []}')
     chain = [tuple(text[:count]) for count in range(len(text) + 1)]
     ends = [(*text, target.eos_token_ids[0]), (*text, target.eos_token_ids[0], text[0])]
@@ -148,13 +148,11 @@ def test_masks_of_a_tree_are_those_of_its_paths_one_by_one(target: LanguageModel
 
 
 @pytest.mark.parametrize("name", [*FORMS, "counted"])
-def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: LanguageModel, name: str) -> None:
+def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: LanguageModel, forms: Forms, name: str) -> None:
     """Greedy answers are checked token by token, and must be the likeliest of what sampled ones are drawn from."""
-    assert target.tokenizer is not None
     counted = Structured("grammar", 'start: body "Y"\nbody[max_tokens=3]: /[a-z ]+/')
     structured = FORMS.get(name, counted)
     text = Engine(target).generate(PROMPT, SamplingParams(40, 1.0, seed=1, structured=structured)).token_ids
-    forms = forms_of(target)
     looked = 0
     for count in range(0, min(len(text), 14) + 1, 2):
         path = tuple(text[:count])
@@ -168,10 +166,9 @@ def test_what_is_allowed_without_a_mask_is_what_the_mask_allows(target: Language
     assert looked > 400
 
 
-def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel, forms: Forms) -> None:
     params = SamplingParams(24, structured=FORMS["schema"], logprobs=5, logprobs_mode="processed")
-    answer = Engine(target, "prompt-lookup,min_ngram=1", controller="fixed").generate(PROMPT, params)
+    answer = fixed(target, "prompt-lookup,min_ngram=1").generate(PROMPT, params)
     state = forms.start(FORMS["schema"], tokens := [1], 1)
     for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
         allowed = state.masks([()])[0]
@@ -179,15 +176,13 @@ def test_processed_logprobs_are_of_what_the_form_allows(target: LanguageModel) -
         tokens.append(token)
 
 
-def test_a_whole_form_may_only_end(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_a_whole_form_may_only_end(target: LanguageModel, forms: Forms) -> None:
     state = forms.start(Structured("choice", ["ab"]), tokens := [1], 1)
     tokens += tokenizer_of(target).plain_ids("ab")
     assert set(np.flatnonzero(state.masks([()])[0])) == set(target.eos_token_ids[:1])
 
 
-def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel, forms: Forms) -> None:
     params = SamplingParams(structured=FORMS["choice"])
     form = forms.start(FORMS["choice"], [1], 1)
     shaping = Shaping(params, [1], 1, [], [], target.vocab_size, form)
@@ -199,11 +194,10 @@ def test_masked_rows_are_the_softmax_over_what_is_allowed(target: LanguageModel)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -> None:
+def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, forms: Forms, name: str) -> None:
     """Where the form leaves no choice of text the model still has its choice of tokens; the draft is one of them."""
     plain = Engine(target).generate(PROMPT, SamplingParams(60, structured=FORMS[name]))
     spelled = {token: tokenizer_of(target).token_text(token) for token in range(target.vocab_size)}
-    forms = forms_of(target)
     state = forms.start(FORMS[name], tokens := [1], 1)
     drafted = 0
     for count, token in enumerate(plain.token_ids):
@@ -221,8 +215,7 @@ def test_every_spelling_of_a_form_is_allowed(target: LanguageModel, name: str) -
     assert drafted or name in ("regex", "grammar", "object")
 
 
-def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel) -> None:
-    forms = forms_of(target)
+def test_what_had_to_come_is_drafted_as_the_answer_spelled_it_before(target: LanguageModel, forms: Forms) -> None:
     state = forms.start(Structured("regex", "x(abcd:[0-9]abcd:z)"), tokens := [1], 1)
     spell = tokenizer_of(target).plain_ids
     tokens += spell("x")
@@ -267,7 +260,7 @@ def test_a_grammar_too_ambiguous_to_be_followed_fails_its_request_alone(
     expected = Engine(target).generate("import os\n", other).token_ids
     found = []
     for drafter in (None, with_own_drafts(from_spec("portfolio(draft;prompt-lookup)", target))):
-        engine = Engine(target, drafter, controller="fixed")
+        engine = fixed(target, drafter)
         failed, answer = engine.generate([PROMPT, "import os\n"], [params, other])
         assert failed.finish_reason == "error" and "less ambiguous" in str(failed.error)
         assert set(failed.text or "") == {"a"}
@@ -300,7 +293,7 @@ def test_drafts_that_a_form_left_out_wrongly_end_a_verdict(
     """What the forward did not see and is accepted all the same is emitted, and nothing behind it is read."""
     monkeypatch.setattr("truedraft.text.forms.FormState.legal", lambda self, path: min(len(path), 1))
     params = SamplingParams(100, structured=Structured("choice", ["é" * 20]), **WAYS[way])
-    engine = Engine(target, from_spec("draft", target), controller="fixed", entropy=0)
+    engine = fixed(target, from_spec("draft", target), entropy=0)
     answer = engine.generate(PROMPT, params)
     assert answer.error is None and answer.stats.recoveries == 0 and answer.text == "é" * 20
     assert way == "sampled" or answer.token_ids == Engine(target).generate(PROMPT, params).token_ids

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.answers import fixed
 from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
@@ -21,7 +22,7 @@ FEW = SamplingParams(max_tokens=3)
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """Put together from words alone."""
-    return Engine(embedded(), drafter="prompt-lookup,max_ngram=3", rule="block", controller="fixed")
+    return fixed(embedded(), drafter="prompt-lookup,max_ngram=3", rule="block")
 
 
 @pytest.fixture
@@ -33,10 +34,10 @@ def test_words_stand_for_parts(engine: Engine, target: MarkovModel) -> None:
     assert engine.target.name == "embedded:target"
     assert isinstance(engine.drafter, PromptLookup) and isinstance(engine.rule, BlockVerification)
     with pytest.raises(UnknownOptionError, match="did you mean 'prompt-lookup'"):
-        Engine(target, "prompt-lookupp", controller="fixed")
+        fixed(target, "prompt-lookupp")
     with pytest.raises(UnknownOptionError, match="unknown rule 'best'"):
         Engine(target, rule="best")
-    assert isinstance(Engine(target, "none", controller="fixed").drafter, NoDrafter)
+    assert isinstance(fixed(target, "none").drafter, NoDrafter)
     assert type(Engine(target).rule) is SpeculativeSampling
 
 
@@ -96,24 +97,13 @@ def test_no_prompts_have_no_answers(target: MarkovModel) -> None:
     assert [answer.finish_reason for answer in engine.generate([[], [1]], FEW)] == ["error", "length"]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        b"\x01\x02",
-        bytearray(b"\x01"),
-        [True, False],
-        [1, np.True_],
-        torch.tensor([True, False]),
-        [torch.tensor(True)],
-        {1: 2},
-        {1, 2},
-        7,
-        None,
-        [1.0],
-        [1, "2"],
-    ],
-    ids=repr,
-)
+NO_IDS = [
+    b"\x01\x02", bytearray(b"\x01"), [True, False], [1, np.True_], torch.tensor([True, False]), [torch.tensor(True)],
+    {1: 2}, {1, 2}, 7, None, [1.0], [1, "2"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", NO_IDS, ids=repr)
 def test_what_is_no_list_of_ids_is_refused(target: MarkovModel, prompt: Any) -> None:
     engine = Engine(target)
     for ask in (engine.generate, engine.submit, engine.stream):

@@ -18,6 +18,7 @@ from truedraft.process import (
     Extrapolation,
     Known,
     LastOutput,
+    Process,
     Seen,
     Stays,
     Surrogate,
@@ -32,8 +33,15 @@ from truedraft.process.loop import plain_steps
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
 def test_paths_of_letters_have_the_law_of_the_plain_chain(window: int) -> None:
     count = 20_000
-    start = torch.zeros(count, dtype=torch.int64)
-    chains = speculate(Letters(), start, 4, draft=Letters.draft, window=window, seed=window, keep_path=True)
+    chains = speculate(
+        Letters(),
+        torch.zeros(count, dtype=torch.int64),
+        4,
+        draft=Letters.draft,
+        window=window,
+        seed=window,
+        keep_path=True,
+    )
     before, after = chains.path[:, :-1], chains.path[:, 1:]
     assert (before[:, 0] == 0).all() and torch.equal(chains.path[:, -1], chains.states)
     shares = torch.bincount((after * torch.tensor([64, 16, 4, 1])).sum(1), minlength=256) / count
@@ -141,11 +149,8 @@ def test_a_failing_step_ends_its_chain_alone(window: int, raises: bool) -> None:
     assert (chains.at[~ended] == 30).all()
     for chain in torch.nonzero(ended)[:, 0].tolist():
         error = chains.errors[chain]
-        assert (
-            (isinstance(error, RuntimeError) and "no force" in str(error))
-            if raises
-            else isinstance(error, ProcessError)
-        )
+        assert isinstance(error, RuntimeError if raises else ProcessError)
+        assert "no force" in str(error) or not raises
         assert (chains.states[chain].abs() > 1.8).any(), "it stands where its step fails"
         assert (chains.path[chain, : int(chains.at[chain])].abs() <= 1.8).all()
 
@@ -241,12 +246,7 @@ def test_what_is_known_are_the_last_two_outputs(made: int, newest: list[float]) 
 
 
 class Dear(Wells):
-    """Its calls take seconds of a clock that only they move, and each look at it a little.
-
-    Args:
-        call_s: seconds of a call.
-        point_s: of each of its points.
-    """
+    """Its calls, and their points, take seconds of a clock that only they move, and each look at it a little."""
 
     def __init__(self, call_s: float, point_s: float) -> None:
         super().__init__(step=0.02)
@@ -343,3 +343,37 @@ def test_drafts_that_are_rejected_whole_now_and_then_do_not_end_drafting() -> No
                 plain += windows._decision.reason == "plain"
             clock.now += 4e-3
     assert plain < 200, "of 1,000 rounds; where verdicts are taken to follow one another 475"
+
+
+# ------------------------------------------------------------------------------------------ on a CUDA device
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WORLDS: dict[str, tuple[Process, Tensor, Draft]] = {
+    "gaussian": (Wells(), Wells().start(), LastOutput()),
+    "shared noise": (Walk(0.8), Walk(0.8).initial(torch.zeros(4, 2, dtype=torch.float64)), Stays()),
+}
+
+
+def run_on(world: str, device: str, window: int | None) -> Chains:
+    process, start, draft = WORLDS[world]
+    return speculate(process, start.to(device), 60, draft=draft, window=window, seed=3, keep_path=True)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("world", WORLDS)
+def test_paths_are_those_of_the_cpu_up_to_the_last_bits_of_functions(world: str, window: int) -> None:
+    host, device = run_on(world, "cpu", window), run_on(world, "cuda", window)
+    assert host.path is not None and device.path is not None
+    assert device.path.device.type == "cuda"
+    assert torch.allclose(host.path, device.path.cpu(), rtol=1e-9, atol=1e-9)
+    assert host.rounds == device.rounds
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("world", WORLDS)
+def test_windows_are_chosen_there(world: str) -> None:
+    chains = run_on(world, "cuda", None)
+    assert not any(chains.errors) and bool((chains.at == 60).all())

@@ -11,9 +11,12 @@ import pytest
 
 from truedraft import Engine
 from truedraft.core.verdict import Origin
+from truedraft.drafters import Drafter
 from truedraft.engine.answer import Answer, Piece
 from truedraft.engine.request import Request
+from truedraft.models.base import LanguageModel
 from truedraft.models.cache.request import RequestCache
+from truedraft.verification import Rule
 
 
 def assert_consistent(answer: Answer, pieces: Sequence[Piece], resumed: int = 0) -> None:
@@ -100,6 +103,11 @@ def every_answer_checked(patch: pytest.MonkeyPatch, *, warned: bool) -> Iterator
     patch.setattr(Request, "__init__", noting_init)
     patch.setattr(Request, "finish", checking_finish)
     yield
+
+
+def fixed(target: LanguageModel, drafter: Drafter | str | None = None, rule: Rule | None = None, **more: Any) -> Engine:
+    """An engine that always drafts as much as its drafter allows."""
+    return Engine(target, drafter, rule, "fixed", **more)
 
 
 def finished(engine: Engine, requests: Iterable[Request]) -> list[Answer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from truedraft.models.base import LanguageModel
 from truedraft.models.cache import RequestCache
 from truedraft.testing import altered
 from truedraft.verification import Rule
+
+Changed = TypeVar("Changed")
 
 # ------------------------------------------------------------------------------------------------ drafters
 
@@ -144,3 +147,22 @@ def keeps_rejected(model: LanguageModel) -> LanguageModel:
         return (*path[:-1], path[-1] + 1) if path and path[-1] + 1 < cache.uncommitted else path
 
     return commits_wrongly(model, wrong)
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def raising(part: Changed, words: str = "no idea", **when: Callable[..., object]) -> Changed:
+    """A part of which some methods raise a RuntimeError where what is given for them says so of their arguments."""
+
+    def method(name: str, raises: Callable[..., object]) -> Callable[..., Any]:
+        call = getattr(part, name)
+
+        def called(*given: Any) -> Any:
+            if raises(*given):
+                raise RuntimeError(words)
+            return call(*given)
+
+        return called
+
+    return altered(part, **{name: method(name, raises) for name, raises in when.items()})

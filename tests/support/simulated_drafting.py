@@ -1,7 +1,7 @@
 """An engine without models: drafters of known acceptance, steps of known cost, and a clock that only they move.
 
 It asks a controller as the engine does and tells it what the engine would, so what a controller loses against the best
-decision, or against plain decoding, is known.
+decision, or against plain decoding, is known. `simulated` sets it up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from support.fake_times import FakeClock
 from truedraft import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
-from truedraft.engine.policy import Budget, Controller, Decision, Hint, RequestView, RunningTimes
+from truedraft.engine.policy import Budget, Controller, Decision, Goodput, Hint, RequestView, RunningTimes
 
 Acceptance = Callable[[float, int, int], float]
 """Of seconds, the request's number and the drafted position, from 0: the chance that the token is accepted."""
@@ -27,35 +27,23 @@ STEP_S, ROW_S, DRAFT_S = 0.010, 0.0003, 0.001
 
 
 def steady(rate: float) -> Acceptance:
-    """The same at all times."""
     return lambda seconds, request, position: rate
 
 
 @dataclass
 class SimulatedDrafter:
-    """A drafter of chains, or of trees.
-
-    Attributes:
-        acceptance: true chances.
-        token_s: true seconds of drafting one token.
-        limits: as of any drafter.
-        hint: what it knows before it drafts, by request and seconds; None is nothing.
-        known: gains that were measured before.
-        levels: draws how many levels a chain of a length takes, each `token_s`; None: as many as it is long.
-        tree: of each node of a tree, in the order in which budgets take them, its parent (-1 is the root) and the true
-            chance that it is accepted; then `acceptance` says nothing. Those of siblings add up to no more than their
-            parent's. Empty: chains.
-        probabilities: of a chain's tokens, all equally likely; each is accepted with its probability, and the drafter
-            stops by it. Empty: `acceptance` says what is accepted.
-    """
+    """A drafter of chains, or of trees."""
 
     acceptance: Acceptance
-    token_s: float = DRAFT_S
+    token_s: float = DRAFT_S  # true seconds of drafting a token
     limits: Budget = field(default_factory=lambda: Budget(8, 1, 8))
-    hint: Callable[[int, float], Hint] | None = None
-    known: Sequence[float] = ()
-    levels: Callable[[int], int] | None = None
+    hint: Callable[[int, float], Hint] | None = None  # what it knows before it drafts, by request and seconds
+    known: Sequence[float] = ()  # gains that were measured before
+    levels: Callable[[int], int] | None = None  # that a chain of a length takes, each `token_s`; None: one a token
+    # Of each node of a tree, in the order in which budgets take them, its parent (-1 is the root) and the true chance
+    # that it is accepted; then `acceptance` says nothing. Those of siblings add up to no more than their parent's.
     tree: Sequence[tuple[int, float]] = ()
+    # Of a chain's tokens, all equally likely; each is accepted with its probability, and the drafter stops by it.
     probabilities: Sequence[float] = ()
 
     def gains(self, seconds: float, request: int) -> list[float]:
@@ -101,21 +89,13 @@ class SimulatedDrafter:
 
 @dataclass
 class SimulatedRequest:
-    """A request that is running.
-
-    Attributes:
-        id: its number.
-        params: sampling options.
-        remaining: tokens that it may still emit.
-        emitted: tokens that it emitted.
-        decisions: what was decided for it, step by step.
-    """
+    """A request that is running."""
 
     id: int
     params: SamplingParams = field(default_factory=SamplingParams)
-    remaining: int = 1_000_000
+    remaining: int = 1_000_000  # tokens that it may still emit
     emitted: int = 0
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)  # step by step
     counters: Counters = field(default_factory=Counters)
 
 
@@ -123,13 +103,10 @@ class Machine:
     """What steps and drafting truly take, and what is believed of it beforehand.
 
     Args:
-        step_s: of rows.
-        believed: factor of the step curve that a controller starts from.
-        drafting_believed: likewise of drafting.
-        context_share: by which a cached token makes steps longer, as is believed.
+        step_s: of rows; what many plain steps in a row take in the end.
+        believed, drafting_believed: factors of the curves that a controller starts from.
         slow: factor of all true seconds, by the clock.
-        settles_s: seconds that plain steps save where many follow each other, truly and as is believed; `step_s` says
-            what they take in the end.
+        settles_s: seconds that plain steps save where many follow each other, truly and as is believed.
         measuring: called when what drafting takes is asked for the first time, as where nobody measured it.
     """
 
@@ -138,16 +115,12 @@ class Machine:
         step_s: Callable[[int], float] = lambda rows: STEP_S + ROW_S * (rows - 1),
         believed: float = 1.0,
         drafting_believed: float = 1.0,
-        context_share: float = 0.0,
         slow: Callable[[float], float] = lambda seconds: 1.0,
         settles_s: float = 0.0,
         measuring: Callable[[], None] = lambda: None,
     ) -> None:
-        self.step_s = step_s
-        self.slow = slow
-        self.settles_s = settles_s
+        self.step_s, self.slow, self.settles_s = step_s, slow, settles_s
         self._believed, self._drafting_believed = believed, drafting_believed
-        self._context_share = context_share
         self._measuring = measuring
         self._measured: set[tuple[int, bool]] = set()
 
@@ -157,22 +130,18 @@ class Machine:
 
     # What `RunningTimes` asks of measured costs.
     def pieces(self, drafters: object, params: object, failed: object) -> list[Any]:
-        """All is known."""
         return []
 
     def forwards(self) -> Machine:
         return self
 
     def __call__(self, rows: int, contexts: Sequence[int]) -> float:
-        """V."""
-        return self._believed * self.step_s(rows) * (1.0 + self._context_share * sum(contexts))
+        return self._believed * self.step_s(rows)
 
     def settling_s(self, steps: int) -> float:
-        """Likewise; what it believes of this is true."""
         return self.settles_s * math.exp(-steps / 12)
 
-    def judge(self, ratio: float) -> None:
-        """Where a kept curve would be doubted."""
+    def judge(self, ratio: float) -> None: ...
 
     def drafting(self, drafter: SimulatedDrafter, params: SamplingParams) -> Callable[[int], float]:
         if (id(drafter), params.greedy) not in self._measured:
@@ -185,20 +154,15 @@ class Simulation:
     """Steps of some requests under a controller.
 
     Args:
-        controller: is asked and told.
-        drafters: by name.
-        machine: what things take.
-        clock: the controller's, too.
         jitter: standard deviation of steps' seconds, a fraction.
         deciding_s: that asking the controller takes.
         seed: of what is accepted.
 
     Attributes:
-        tokens: emitted so far, without those of steps before `reset`.
-        seconds: that took.
-        deciding_s: of these.
+        tokens: emitted so far, without those of steps before `reset`, in `seconds`, `deciding_s` of them for deciding.
         best_tokens: that the best fixed decision of each moment would be expected to emit in these seconds.
         plain_tokens: likewise, without drafting.
+        lengths: drafted nodes by step.
     """
 
     def __init__(
@@ -208,20 +172,20 @@ class Simulation:
         clock: FakeClock,
         machine: Machine | None = None,
         *,
+        requests: int = 1,
         jitter: float = 0.0,
         deciding_s: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.controller, self.drafters, self.clock = controller, drafters, clock
         self.machine = machine or Machine()
-        self.requests = [SimulatedRequest(0)]
+        self.requests = [SimulatedRequest(number) for number in range(requests)]
         self.began = clock.now
         self._rests = 0  # steps in which the controller is not asked
         self._unsettled = 0.0  # share of what plain steps may save that they do not
         self._asked_for: list[int] = []
         self._decisions: list[Decision] = []
-        self._jitter = jitter
-        self._deciding_s = deciding_s
+        self._jitter, self._deciding_s = jitter, deciding_s
         self._chance = random.Random(seed)
         self.times = RunningTimes(self.machine, drafters, clock)  # type: ignore[arg-type]
         controller.begin(self.times)
@@ -257,6 +221,20 @@ class Simulation:
             self.reset()
             self.run(counted)
 
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def answer(self, request: SimulatedRequest) -> None:
+        """Steps of one request, alone, until it is over."""
+        self.requests = [request]
+        while request.remaining > 0:
+            self.step()
+
+    def drafted_by(self, drafter: str, last: int, request: int = 0) -> int:
+        """How many of the last decisions for a request name a drafter."""
+        return sum(each.drafter == drafter for each in self.requests[request].decisions[-last:])
+
     def step(self) -> StepRecord:
         """One step of all requests."""
         views = [self._view(request) for request in self.requests]
@@ -275,8 +253,9 @@ class Simulation:
         self.tokens += sum(step.emitted for step in steps)
         self.seconds += record.total_s
         self.deciding_s += record.decide_s
-        self.best_tokens += record.total_s * max(self.rates(now).values())
-        self.plain_tokens += record.total_s * self.rates(now)["", 0]
+        rates = self.rates(now)
+        self.best_tokens += record.total_s * max(rates.values())
+        self.plain_tokens += record.total_s * rates["", 0]
         self.lengths.append(sum(step.nodes for step in steps))
         if record.nodes or not rests:
             self.controller.observe(record)
@@ -357,3 +336,25 @@ class Simulation:
                 seconds = self.machine.step_s(count * (1 + nodes)) + self.machine.drafting_s(drafter, count, levels)
                 rates[name, nodes] = tokens / (seconds * slow)
         return rates
+
+
+def simulated(
+    *drafters: SimulatedDrafter | Acceptance | float,
+    controller: Controller | None = None,
+    machine: Machine | None = None,
+    reading_s: float = 0.0,
+    probing: float = 0.01,
+    **options: Any,
+) -> Simulation:
+    """A simulation of drafters named "a", "b", ..., each given whole or by its acceptance. `Goodput` decides if no
+    other controller is given.
+
+    Args:
+        reading_s: that each look at the clock takes.
+        options: of `Simulation`.
+    """
+    clock, named = FakeClock(reading_s), {}
+    for name, each in zip("abc", drafters, strict=False):
+        acceptance = steady(each) if isinstance(each, float) else each
+        named[name] = acceptance if isinstance(acceptance, SimulatedDrafter) else SimulatedDrafter(acceptance)
+    return Simulation(controller or Goodput(clock=clock, probing=probing), named, clock, machine, **options)

@@ -77,11 +77,7 @@ class Drafting:
         return sum(member.drafter.warmups for member in self._members.values())
 
     def limit(self, request: Request, speculation: Speculation | None) -> None:
-        """Restrict a request to the drafters that can draft for it and that it allows, and to the depth that it allows.
-
-        Raises:
-            UnknownOptionError: there is no such drafter; names the nearest.
-        """
+        """Restrict a request to the drafters that can draft for it and that it allows, and to the depth it allows."""
         own = request.drafting
         own.excluded.update(name for name, each in self._members.items() if not each.drafter.serves(request.draft))
         if speculation is not None:

@@ -476,12 +476,11 @@ class Engine:
         )
         self._drafting.limit(request, speculation)
         self._memory.refuse(request)
-        if params.seed is None:
-            # Unique within this engine.
-            fresh = (
-                secrets.randbits(64) if self.entropy is None else mix(mix(GOLDEN, self.entropy), next(self._unseeded))
+        entropy = self.entropy
+        if params.seed is None:  # its noise is unique within this engine
+            request.noise_seed = (
+                secrets.randbits(64) if entropy is None else mix(mix(GOLDEN, entropy), next(self._unseeded))
             )
-            request.noise_seed = fresh
         return request
 
     def enqueue(self, request: Request) -> None:

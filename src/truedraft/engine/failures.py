@@ -170,11 +170,7 @@ class GuardedDrafter:
             request.warnings.append(f"{self._who} failed at the end of the request ({summary(error)})")
 
     def give_up(self, request: Request, error: Exception) -> None:
-        """Let the request continue without it.
-
-        Raises:
-            LostDrawsError: the request cannot continue, because its draws are unknown.
-        """
+        """Let the request continue without it, unless its draws are unknown."""
         if isinstance(error, LostDrawsError):
             raise error
         self._failures.log(self._who, error)

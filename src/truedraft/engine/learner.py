@@ -34,11 +34,7 @@ class EngineLearner(Protocol):
         """Its work so far."""
 
     def begin(self, engine: Engine) -> tuple[Drafter, Drafter]:
-        """Called while an engine is made; returns the drafter to use, and the watcher that observes every step.
-
-        Raises:
-            CompositionError: no drafter can learn.
-        """
+        """Called while an engine is made; returns the drafter to use, and the watcher that observes every step."""
 
     def close(self) -> None:
         """Stop learning."""

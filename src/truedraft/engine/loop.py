@@ -105,12 +105,7 @@ class Loop:
         self._wakes: list[Callable[[], object]] = []  # of callers in event loops
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Step the engine, in this thread or in the driver, until `done` returns True.
-
-        Raises:
-            TruedraftError: called from inside a step.
-            BaseException: raised by a step, such as a listener's error.
-        """
+        """Step the engine, in this thread or in the driver, until `done` returns True."""
         self._lock.refuse_mine()
         with self._changed:
             self._waiting += 1

@@ -41,9 +41,6 @@ def gpu_cache_bytes(device: torch.device, utilization: float, reserved: int = 0)
     """Bytes available for keys and values on a GPU; None on a CPU. A share `utilization` of the total memory, less what
     weights and other processes use now, and less 1.5 GiB for activations; `reserved` bytes of what is in use now are
     for keys and values of these models.
-
-    Raises:
-        OptionError: it is no number above 0 and up to 1, or leaves nothing.
     """
     if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0.0 < utilization <= 1.0:
         raise OptionError(f"must be above 0 and at most 1, got {utilization!r}", field="gpu_memory_utilization")
@@ -79,9 +76,6 @@ class CacheMemory:
     Args:
         limit: bytes; None is no limit, on a GPU what `utilization` leaves.
         utilization: see `gpu_cache_bytes`; the caches for measuring costs are taken from it.
-
-    Raises:
-        OptionError: the limit is no whole number of 1 or more, the share leaves nothing, or there is less memory.
     """
 
     _holding: Sequence[CachePool] = ()  # pools with reserved memory
@@ -158,11 +152,7 @@ class CacheMemory:
             pool.unreserve()
 
     def refuse(self, request: Request) -> None:
-        """Refuse a request that could never run, even as the only one and without drafts.
-
-        Raises:
-            PromptError: says how many bytes it needs, and what can be done.
-        """
+        """Refuse a request that could never run, even as the only one and without drafts."""
         if self.limit is None:
             return
         request.granted = _grant(request)
@@ -185,7 +175,7 @@ class CacheMemory:
         """Extend the grants that are nearly used up; returns their requests, and those to preempt, the latest first."""
         if self.limit is None:
             return [], []
-        near = [each for each in running if each.granted < each.most_tokens and _is_near(each)]
+        near = [each for each in running if each.granted < min(each.most_tokens, len(each.tokens) + _NEAR)]
         if not near:
             return [], []
         for request in near:
@@ -328,10 +318,6 @@ class CacheMemory:
 
 def _grant(request: Request) -> int:
     return min(request.most_tokens, len(request.tokens) + _AHEAD)
-
-
-def _is_near(request: Request) -> bool:
-    return len(request.tokens) + _NEAR > request.granted
 
 
 def _pool_of(model: LanguageModel) -> CachePool:

@@ -43,13 +43,7 @@ ParamsOfEach: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
 def chats_of(messages: Prompt | Messages | Sequence[Messages], how: ChatOptions) -> Prompt | list[Chat]:
-    """A conversation, or each of several, as prompts.
-
-    Raises:
-        PromptError: it is neither, or a message lacks its role or content.
-        OptionError: an option is not the template's.
-        UnknownOptionError: there is no such option.
-    """
+    """A conversation, or each of several, as prompts."""
     for name in how:
         if name in SamplingParams.__dataclass_fields__:
             raise OptionError(f"is a sampling option; give SamplingParams({name}=...)", field=name)
@@ -86,11 +80,7 @@ def _is_chat(given: object) -> TypeGuard[Messages]:
 
 
 def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt: a text, or ids. A list of either is several; an empty list is no prompt.
-
-    Raises:
-        PromptError: it is neither.
-    """
+    """Whether this is one prompt: a text, or ids. A list of either is several; an empty list is no prompt."""
     if isinstance(prompt, str | MultimodalPrompt | Chat):
         return True
     if is_messages(prompt) or (isinstance(prompt, list | tuple) and any(map(is_messages, prompt))):
@@ -106,12 +96,7 @@ def is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def params_of_each(count: int, params: ParamsOfEach) -> Sequence[SamplingParams | None]:
-    """The options of each of several prompts.
-
-    Raises:
-        OptionError: neither one SamplingParams nor a list of them.
-        PromptError: their number is not that of the prompts.
-    """
+    """The options of each of several prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, list | tuple):
@@ -122,11 +107,7 @@ def params_of_each(count: int, params: ParamsOfEach) -> Sequence[SamplingParams 
 
 
 def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
-    """Token ids of a prompt, checked against the target's ids and context.
-
-    Raises:
-        PromptError: the prompt is empty, too long, of the wrong type, or has ids that do not exist.
-    """
+    """Token ids of a prompt, checked against the target's ids and context."""
     if target.sources is not None and target.sources.sound is not None:
         raise PromptError(
             f"{target.name!r} hears and reads no text; from Python give a MultimodalPrompt.heard of a sound, which the "
@@ -141,12 +122,7 @@ def encode_prompt(target: Reader, prompt: TextPrompt) -> list[int]:
 
 
 def encode(target: LanguageModel, prompt: Prompt) -> list[int]:
-    """Token ids of any prompt, checked as in `encode_prompt`.
-
-    Raises:
-        PromptError: as `encode_prompt`; or the model has no chat template, its template rejects these messages, or it
-            does not accept such inputs.
-    """
+    """Token ids of any prompt, checked as in `encode_prompt`."""
     if isinstance(prompt, MultimodalPrompt):
         _check_inputs(target, prompt)
         ids = _whole_numbers(prompt.token_ids)
@@ -161,11 +137,7 @@ def encode(target: LanguageModel, prompt: Prompt) -> list[int]:
 
 
 def check_max_tokens(target: Reader, max_tokens: int) -> None:
-    """Refuse more tokens than the target's context can hold after any prompt.
-
-    Raises:
-        OptionError: says what the context can hold.
-    """
+    """Refuse more tokens than the target's context can hold after any prompt."""
     if max_tokens > target.context_length:
         raise OptionError(
             f"must be at most {target.context_length}, the context of {target.name!r} for prompt and answer together, "
@@ -196,14 +168,10 @@ def _too_long(target: Reader, has: str, context: int) -> PromptError:
 
 
 def _check_inputs(target: LanguageModel, prompt: MultimodalPrompt) -> None:
-    unknown = sorted(set(prompt.inputs) - target.input_names)
-    if unknown and not target.input_names:
-        raise PromptError(f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} reads text alone here")
-    if unknown:
+    if unknown := sorted(set(prompt.inputs) - target.input_names):
         known = ", ".join(sorted(target.input_names))
-        raise PromptError(
-            f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} takes none; it takes {known}"
-        )
+        takes = f"takes none; it takes {known}" if known else "reads text alone here"
+        raise PromptError(f"the prompt has {unknown[0]} beside its tokens, and {target.name!r} {takes}")
     if target.sources is None and len(prompt.token_ids) < 2:
         raise PromptError("a MultimodalPrompt has at least a placeholder and a token of text after it")
 
@@ -268,10 +236,6 @@ def new_request(
         scope: prefixes and prepared forms are shared only with requests of the same scope.
         prompt: its inputs in addition to tokens; prefixes are then shared as a whole.
         shown: names by id of special tokens that its text shows.
-
-    Raises:
-        OptionError: an option names ids that do not exist, or texts without a tokenizer.
-        UnknownOptionError: the target has no such adapter.
     """
     tokens, sources = list(ids), target.source_tokens(ids)
     _check_target(params, target, sources)
@@ -299,13 +263,11 @@ def _check_target(params: SamplingParams, target: LanguageModel, source_tokens: 
     if params.prompt_logprobs is not None and source_tokens:
         raise OptionError("is for models that write their prompts, and an encoder reads them", field="prompt_logprobs")
     name = params.adapter
-    if name is None or name in target.adapters:
-        return
-    if not target.adapters:
-        raise OptionError(
-            f"names {name!r}, and the target was loaded without adapters; load it with some", field="adapter"
-        )
-    raise UnknownOptionError.nearest("adapter", name, target.adapters)
+    if name is not None and not target.adapters:
+        message = f"names {name!r}, and the target was loaded without adapters; load it with some"
+        raise OptionError(message, field="adapter")
+    if name is not None and name not in target.adapters:
+        raise UnknownOptionError.nearest("adapter", name, target.adapters)
 
 
 def _form(

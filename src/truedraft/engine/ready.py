@@ -123,9 +123,6 @@ def make_ready(
 
     If the model records nothing, only one forward of the target is run. What does not fit into memory is skipped, and a
     failing drafter drafts unrecorded.
-
-    Raises:
-        ModelError: the target failed.
     """
     layers = () if features is None else features.layers
     with target.trying() as cache:
@@ -154,10 +151,7 @@ def make_ready(
 
 
 def _run_forwards(
-    target: LanguageModel,
-    layers: Sequence[int],
-    forwards: Sequence[tuple[int, Step]],
-    notify: Callable[[], None],
+    target: LanguageModel, layers: Sequence[int], forwards: Sequence[tuple[int, Step]], notify: Callable[[], None]
 ) -> None:
     """Run steps, the largest first; one request has the context, the others are empty."""
     with ExitStack() as held:
@@ -228,12 +222,7 @@ class _Group:
     """Dummy requests that a drafter drafts for together; one row of a forward serves as all features."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        vocab_size: int,
-        seen: ForwardOutput,
-        params: SamplingParams,
-        lengths: Sequence[int],
+        self, drafter: Drafter, vocab_size: int, seen: ForwardOutput, params: SamplingParams, lengths: Sequence[int]
     ) -> None:
         self._drafter, self._vocab_size, self._seen = drafter, vocab_size, seen
         self._texts = [[place * 7919 % vocab_size for place in range(length)] for length in lengths]

@@ -17,11 +17,7 @@ _LEAST_SHARE = 1 / 16
 
 
 class PrefixSharing:
-    """Shares prefixes; `most_bytes` are kept for later requests. None keeps nothing, 0 disables sharing.
-
-    Raises:
-        OptionError: `most_bytes` is no whole number of 0 or more.
-    """
+    """Shares prefixes; `most_bytes` are kept for later requests. None keeps nothing, 0 disables sharing."""
 
     def __init__(self, target: LanguageModel, members: Mapping[str, Drafter], most_bytes: int | None) -> None:
         most = None if most_bytes is None else check_whole("prefix_cache_bytes", most_bytes, least=0)

@@ -40,9 +40,6 @@ class Verifier:
     def rule_for(self, params: SamplingParams, own: Rule | None = None) -> Rule:
         """A request's own rule or the engine's. Greedy ones under a lossless rule are verified by comparison, because
         every such rule keeps exactly the argmax; so are seeded ones, so that tokens do not depend on drafter and rule.
-
-        Raises:
-            OptionError: a seed together with a lossy rule, under which tokens depend on the drafts.
         """
         rule = own if own is not None else self._rule
         if params.seeded:

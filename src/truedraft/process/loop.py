@@ -103,8 +103,7 @@ def plain_steps(
     """
     states, at = chains.states[active], chains.at[active]
     calls = chains.calls[active] + torch.arange(count, device=at.device)[:, None]
-    dtype = states.dtype if states.is_floating_point() else torch.float64
-    noise = RoundNoise(chains.roots[active], at, calls, count, dtype, frozenset({Purpose.BONUS}))
+    noise = RoundNoise(chains.roots[active], at, calls, count, _dtype_of(states), frozenset({Purpose.BONUS}))
     made, target_s, first = 0, 0.0, time.perf_counter()
     last: list[tuple[Tensor, Tensor, Tensor]] = []
     for number in range(count):
@@ -192,95 +191,85 @@ def speculate(
             path[:, : chains.path.shape[1]] = chains.path[:, : steps + 1]
         path[torch.arange(len(path)), chains.at.clamp_max(steps)] = chains.states
         chains.path = path
+    run = _Run(process, chains, steps, draft, windows, watch)
     left = steps * len(chains.states) if rounds is None else rounds  # calls; each makes a step of a chain or ends one
-    running = _running(chains, steps)
-    while left > 0 and len(running):
-        left -= _go_on(process, chains, running, steps, draft, windows, left, watch)
-        running = _running(chains, steps)
+    while left > 0 and len(active := run.running()):
+        left -= run.go_on(active, left)
     return chains
 
 
 _MOST_PLAIN, _MOST_NUMBERS = 512, 1 << 20  # plain steps with noise made at once, and numbers of it
 
 
-def _running(chains: Chains, steps: int) -> Tensor:
-    well = torch.tensor([error is None for error in chains.errors], device=chains.at.device)
-    return torch.nonzero(well & (chains.at < steps))[:, 0]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    process: Process
+    chains: Chains
+    steps: int
+    draft: Draft
+    windows: int | Windows
+    watch: Callable[[Seen], None] | None
+
+    def running(self) -> Tensor:
+        well = torch.tensor([error is None for error in self.chains.errors], device=self.chains.at.device)
+        return torch.nonzero(well & (self.chains.at < self.steps))[:, 0]
+
+    def go_on(self, active: Tensor, most: int) -> int:
+        began, windows, chains = time.perf_counter(), self.windows, self.chains
+        remaining = self.steps - chains.at[active]
+        longest = int(remaining.max())
+        window = self._chosen(windows, active, longest) if isinstance(windows, Windows) else windows
+        chosen = time.perf_counter()
+        if not window:
+            at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[0].numel() * len(active), 1)))
+            together = windows.together if isinstance(windows, Windows) else at_once
+            count = min(together, at_once, int(remaining.min()), most)
+            made, target_s, step_s = plain_steps(self.process, chains, active, count, self.watch)
+            if made:
+                if isinstance(windows, Windows):
+                    seconds = chosen - began, 0.0, target_s, step_s
+                    windows.observe([0], [0], len(active), seconds, together=made)
+                return made
+        depth, accepted, draft_s, target_s = _Round(self, active).run(min(window, longest - 1))
+        if isinstance(windows, Windows):
+            seconds = (chosen - began, draft_s, target_s, time.perf_counter() - chosen)
+            windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds, together=1)
+        return 1
+
+    def _chosen(self, windows: Windows, active: Tensor, remaining: int) -> int:
+        if not windows.times.covers(len(active)):
+            process, chains, count = self.process, self.chains, len(active)
+            states, at = chains.states[active], chains.at[active]
+            noise = RoundNoise(chains.roots[active], at, at, 1, _dtype_of(states)).at(0)
+            points = process.points(states, at, noise)
+
+            def measure(number: int) -> float:
+                which = torch.arange(number, device=points.device) % count
+                trial, steps = points[which], at[which]
+                began = time.perf_counter()
+                wait_for(process.evaluate(trial, steps).device)
+                return time.perf_counter() - began
+
+            try:
+                chains.trials += windows.times.begin(measure, count, min(windows.most, remaining - 1))
+            except Exception:  # a step that fails is found by the round itself
+                return 0
+        return windows.choose(len(active), remaining)
 
 
-def _go_on(
-    process: Process,
-    chains: Chains,
-    active: Tensor,
-    steps: int,
-    draft: Draft,
-    windows: int | Windows,
-    most: int,
-    watch: Callable[[Seen], None] | None,
-) -> int:
-    began = time.perf_counter()
-    remaining = steps - chains.at[active]
-    longest = int(remaining.max())
-    window = _chosen(windows, process, chains, active, longest) if isinstance(windows, Windows) else windows
-    chosen = time.perf_counter()
-    if not window:
-        at_once = max(1, min(_MOST_PLAIN, _MOST_NUMBERS // max(chains.states[0].numel() * len(active), 1)))
-        together = windows.together if isinstance(windows, Windows) else at_once
-        count = min(together, at_once, int(remaining.min()), most)
-        made, target_s, step_s = plain_steps(process, chains, active, count, watch)
-        if made:
-            if isinstance(windows, Windows):
-                seconds = chosen - began, 0.0, target_s, step_s
-                windows.observe([0], [0], len(active), seconds, together=made)
-            return made
-    made_round = _Round(process, chains, active, steps, draft, watch)
-    depth, accepted, draft_s, target_s = made_round.run(min(window, longest - 1))
-    if isinstance(windows, Windows):
-        seconds = (chosen - began, draft_s, target_s, time.perf_counter() - chosen)
-        windows.observe(depth.tolist(), accepted.tolist(), int((depth + 1).sum()), seconds, together=1)
-    return 1
-
-
-def _chosen(windows: Windows, process: Process, chains: Chains, active: Tensor, remaining: int) -> int:
-    if not windows.times.covers(len(active)):
-        states, at, count = chains.states[active], chains.at[active], len(active)
-        dtype = states.dtype if states.is_floating_point() else torch.float64
-        points = process.points(states, at, RoundNoise(chains.roots[active], at, at, 1, dtype).at(0))
-
-        def measure(number: int) -> float:
-            which = torch.arange(number, device=points.device) % count
-            trial, steps = points[which], at[which]
-            began = time.perf_counter()
-            wait_for(process.evaluate(trial, steps).device)
-            return time.perf_counter() - began
-
-        try:
-            chains.trials += windows.times.begin(measure, count, min(windows.most, remaining - 1))
-        except Exception:  # a step that fails is found by the round itself
-            return 0
-    return windows.choose(len(active), remaining)
+def _dtype_of(states: Tensor) -> torch.dtype:
+    return states.dtype if states.is_floating_point() else torch.float64
 
 
 class _Round:
-    def __init__(
-        self,
-        process: Process,
-        chains: Chains,
-        active: Tensor,
-        steps: int,
-        draft: Draft,
-        watch: Callable[[Seen], None] | None,
-    ) -> None:
-        self._process = process
-        self._chains = chains
+    def __init__(self, run: _Run, active: Tensor) -> None:
+        self._process, self._chains, self._draft, self._watch = run.process, run.chains, run.draft, run.watch
         self._active = active
-        self._begun = chains.at[active]
-        self._remaining = steps - self._begun
-        self._draft = draft
-        self._watch = watch
-        known = chains.known
+        self._begun = run.chains.at[active]
+        self._remaining = run.steps - self._begun
+        known = run.chains.known
         self._known = None if known is None else known.of(active)
-        self._states = [chains.states[active]]  # by depth, drafted ones after the first
+        self._states = [run.chains.states[active]]  # by depth, drafted ones after the first
         self._points: list[Tensor] = []
         self._guesses: list[Tensor] = []
         self._drafted: list[Tensor] = []
@@ -306,8 +295,7 @@ class _Round:
         if self._known is not None:
             depth = torch.where(self._known.count < self._draft.needs, 0, depth)
         roots, calls = chains.roots[self._active], chains.calls[self._active]
-        dtype = self._states[0].dtype if self._states[0].is_floating_point() else torch.float64
-        self._noise = noise = RoundNoise(roots, begun, calls, window + 1, dtype)
+        self._noise = noise = RoundNoise(roots, begun, calls, window + 1, _dtype_of(self._states[0]))
         self._points.append(process.points(self._states[0], begun, noise.at(0)))
         for place in range(window if len(depth) and int(depth.max()) else 0):
             steps, here = begun + place, noise.at(place)
@@ -394,7 +382,15 @@ class _Round:
         made_of = torch.stack([*outcomes, drawn.new_zeros(len(each), *drawn.shape[1:])])
         made_of[where] = drawn
         made = self._sound(outputs, made_of, accepted + ends)
-        self._move(_Made(states, steps, outputs, guesses, kept, made_of, made))
+        self._move(states, steps, outputs, made_of, made)
+        for place in range(int(made.max()) if self._watch is not None else 0):
+            for has_draft in (True, False):
+                some = torch.nonzero((made > place) & ((self._depth > place) == has_draft))[:, 0]
+                if self._watch is not None and len(some):
+                    of = (place, some)
+                    guess = guesses[of] if has_draft and guesses is not None else None
+                    stays = kept[of] if has_draft and kept is not None else None
+                    self._watch(Seen(self._active[some], steps[of], states[of], outputs[of], guess, stays, made_of[of]))
         return torch.minimum(accepted, made)
 
     def _sound(self, outputs: Tensor, outcomes: Tensor, made: Tensor) -> Tensor:
@@ -412,45 +408,18 @@ class _Round:
             )
         return good
 
-    def _move(self, done: _Made) -> None:
-        chains, ids, made = self._chains, self._active, done.made
-        given = (part.flatten(0, 1) for part in (done.states, done.steps, done.outcomes))
-        after = self._process.moved(*given).unflatten(0, done.steps.shape)
+    def _move(self, states: Tensor, steps: Tensor, outputs: Tensor, outcomes: Tensor, made: Tensor) -> None:
+        """Move each chain by its first `made` `[chains]` steps of those of the round, `[depth, chains, ...]` each."""
+        chains, ids = self._chains, self._active
+        given = (part.flatten(0, 1) for part in (states, steps, outcomes))
+        after = self._process.moved(*given).unflatten(0, steps.shape)
         points = torch.stack(self._points[: len(after)])
         if chains.known is None:
-            chains.known = Known.nothing(points[0], done.outputs[0], len(chains.states))
-        chains.known.add(ids, points, done.outputs, done.steps, made)
-        reached = torch.cat([done.states[:1], after])
+            chains.known = Known.nothing(points[0], outputs[0], len(chains.states))
+        chains.known.add(ids, points, outputs, steps, made)
+        reached = torch.cat([states[:1], after])
         chains.states[ids] = reached[made, torch.arange(len(ids), device=ids.device)]
         chains.at[ids] = self._begun + made
         if chains.path is not None:
             place, chain = torch.nonzero(made > torch.arange(len(after), device=ids.device)[:, None], as_tuple=True)
-            chains.path[ids[chain], done.steps[place, chain] + 1] = after[place, chain]
-        if self._watch is not None:
-            for number in range(int(made.max())):
-                self._watch_step(done, number, self._depth > number)
-
-    def _watch_step(self, done: _Made, place: int, drafted: Tensor) -> None:
-        assert self._watch is not None
-        for judged in (True, False):
-            some = torch.nonzero((done.made > place) & (drafted == judged))[:, 0]
-            if len(some):
-                states, steps, outputs, outcomes = (
-                    part[place, some] for part in (done.states, done.steps, done.outputs, done.outcomes)
-                )
-                guesses = done.guesses[place, some] if judged and done.guesses is not None else None
-                kept = done.kept[place, some] if judged and done.kept is not None else None
-                self._watch(Seen(self._active[some], steps, states, outputs, guesses, kept, outcomes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Results of a round, `[depth, chains, ...]` each; the first `made` `[chains]` steps of each chain count."""
-
-    states: Tensor
-    steps: Tensor
-    outputs: Tensor
-    guesses: Tensor | None
-    kept: Tensor | None
-    outcomes: Tensor
-    made: Tensor
+            chains.path[ids[chain], steps[place, chain] + 1] = after[place, chain]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from truedraft.core.noise import GOLDEN, Purpose, mix, mixed, mixed_each, open_unit_of, open_units, signed
@@ -107,14 +106,11 @@ def numbers(keys: Tensor, size: int, purpose: Purpose, index: int, dtype: torch.
     Coordinate 0 is the uniform number, so that an attempt's two kinds share none.
     """
     if keys.device.type == "cpu" and keys.numel() * max(size, 1) <= _FEW:
-        uniform = torch.from_numpy(_few_uniforms(keys.numpy(), size, purpose, index))
+        few = mixed_each(mixed_each(keys.numpy().view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
+        each = np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)
+        uniform = torch.from_numpy(open_units(mixed_each(few, each)))
     else:
         places = mixed(mixed(keys, int(purpose)), index)[..., None]
         coordinates = torch.arange(1, size + 1, device=keys.device) if size else 0
         uniform = open_unit_of(mixed(places, coordinates))
     return (torch.special.ndtri(uniform) if size else uniform).to(dtype)
-
-
-def _few_uniforms(keys: NDArray[np.int64], size: int, purpose: Purpose, index: int) -> NDArray[np.float64]:
-    places = mixed_each(mixed_each(keys.view(np.uint64), np.uint64(purpose)), np.uint64(index))[..., None]
-    return open_units(mixed_each(places, np.arange(1, size + 1, dtype=np.uint64) if size else np.uint64(0)))

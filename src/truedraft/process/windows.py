@@ -12,7 +12,7 @@ from truedraft.core.budget import NO_DRAFT, RequestView
 from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, DraftTime, RequestStep, StepRecord
 from truedraft.core.theory.cost_curves import CostCurve
-from truedraft.engine.policy import Budget, Goodput
+from truedraft.engine.policy import Budget, Goodput, StepTimes
 from truedraft.options import check_whole
 
 MOST = 16
@@ -66,8 +66,8 @@ class _Measured:
         return self._curve(size)
 
 
-class Times:
-    """Times of rounds: `truedraft.engine.policy.StepTimes`, for the batch of all running chains as one request.
+class Times(StepTimes):
+    """Times of rounds, for the batch of all running chains as one request.
 
     Rows are those of each chain. The costly function is measured for 1, 2, 4, ... of them, as long as that pays.
 
@@ -122,16 +122,6 @@ class Times:
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         return self._draft(depth)
 
-    def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
-        return 0.0
-
-    def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
-        return ()
-
-    def ready(self, greedy: bool) -> bool:
-        return True
-
-    def measure(self, greedy: bool) -> None: ...
     def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
         self._target.add(record.rows, record.target_s)
         rest = self._judging if record.drafting else self._plain

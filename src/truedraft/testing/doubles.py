@@ -32,12 +32,7 @@ class MarkovModel(LanguageModel):
     """
 
     def __init__(
-        self,
-        probs: Tensor,
-        *,
-        context_length: int = 64,
-        eos_token_ids: Sequence[int] = (),
-        name: str = "markov",
+        self, probs: Tensor, *, context_length: int = 64, eos_token_ids: Sequence[int] = (), name: str = "markov"
     ) -> None:
         self.probs = probs
         self.name = name

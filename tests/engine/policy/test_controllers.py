@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from support.fake_times import FakeClock
-from support.simulated_drafting import SimulatedDrafter, SimulatedRequest, Simulation, steady
+from support.simulated_drafting import SimulatedRequest, simulated
 from truedraft import SamplingParams
 from truedraft.core.stats import Counters, DraftShare, RequestStep, StepRecord
 from truedraft.engine.policy import (
@@ -19,6 +18,7 @@ from truedraft.engine.policy import (
     FixedBudget,
     Goodput,
     RequestView,
+    RoundRobin,
     Schedule,
 )
 from truedraft.engine.policy.specs import KINDS, controller_from_spec, controller_help
@@ -137,7 +137,7 @@ def test_a_fixed_budget_is_given_to_all() -> None:
 
 @pytest.mark.parametrize("controller", [AssistedHeuristic(), ConfidenceStop(), Schedule({1: 3, 2: 0}), FixedBudget()])
 def test_they_run(controller: Controller) -> None:
-    simulation = Simulation(controller, {"a": SimulatedDrafter(steady(0.7))}, FakeClock())
+    simulation = simulated(0.7, controller=controller)
     simulation.run(1.0)
     assert simulation.of_plain > 1.0
     simulation.requests.append(SimulatedRequest(1))
@@ -145,25 +145,16 @@ def test_they_run(controller: Controller) -> None:
     assert simulation.requests[1].emitted > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        ("goodput", Goodput),
-        ("goodput,probing=0.02", Goodput),
-        ("fixed", FixedBudget),
-        ("heuristic,start=3", AssistedHeuristic),
-        ("confidence,threshold=0.3", ConfidenceStop),
-        ("schedule,1=4,4=2,16=0", Schedule),
-    ],
-)
-def test_words_make_controllers(words: str, kind: type) -> None:
-    assert type(controller_from_spec(words)) is kind
+KINDS_BY_WORD = {"goodput": Goodput, "fixed": FixedBudget, "heuristic": AssistedHeuristic, "confidence": ConfidenceStop,
+                 "in-turn": RoundRobin, "schedule": Schedule}  # fmt: skip
 
 
-def test_every_kind_can_be_made_from_its_own_options() -> None:
+def test_every_kind_is_made_from_its_word_alone_or_with_its_own_options() -> None:
+    assert set(KINDS) == set(KINDS_BY_WORD)
     for word, kind in KINDS.items():
-        options = "".join(f",{name}={value.split('|')[0]}" for name, value in kind.options.items())
-        controller_from_spec(word + options)
+        options = "".join(f",{name}={value}" for name, value in kind.options.items())
+        assert type(controller_from_spec(word + options)) is KINDS_BY_WORD[word]
+        assert word == "schedule" or type(controller_from_spec(word)) is KINDS_BY_WORD[word]
         assert word in controller_help() and kind.meaning in controller_help()
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from truedraft import Engine, SamplingParams
+from support.answers import fixed
+from truedraft import SamplingParams
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.drafters import Portfolio
@@ -197,7 +198,7 @@ def test_listening_to_an_engine() -> None:
     """As many tokens as the answer's counters say, by the drafters that its controller chose."""
     target = MarkovModel.random(9, seed=1, context_length=200)
     drafter = Portfolio({"one": ScriptedDrafter(lambda tokens: [[1, 2]]), "two": ScriptedDrafter(lambda tokens: [[3]])})
-    engine = Engine(target, drafter, controller="fixed")
+    engine = fixed(target, drafter)
     decisions = Decisions()
     engine.listeners.append(decisions)
     answers = engine.generate([[1], [2, 3]], SamplingParams(max_tokens=20))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from support.fake_times import FakeClock
-from support.simulated_drafting import DRAFT_S, Machine, SimulatedDrafter, steady
+from support.simulated_drafting import DRAFT_S, STEP_S, Machine, SimulatedDrafter, simulated, steady
 from truedraft.core.stats import DraftTime, RequestStep, StepRecord
 from truedraft.engine.policy import RunningTimes
 from truedraft.engine.policy.running import Corrected, _between
@@ -100,10 +101,11 @@ def test_times_that_are_none_are_not_looked_at() -> None:
 # ------------------------------------------------------------------------------------------ an engine's times
 
 
-def times_of(**drafters: SimulatedDrafter) -> tuple[RunningTimes, FakeClock, Machine]:
-    clock, machine = FakeClock(), Machine()
-    named = drafters or {"a": SimulatedDrafter(steady(0.5))}
-    return RunningTimes(machine, named, clock), clock, machine  # type: ignore[arg-type]
+def times_of(
+    *drafters: SimulatedDrafter | float, machine: Machine | None = None
+) -> tuple[RunningTimes, FakeClock, Machine]:
+    made = simulated(*drafters or (0.5,), machine=machine)
+    return made.times, made.clock, made.machine
 
 
 def record(total_s: float, rows: int = 1, drafting: Sequence[DraftTime] = (), **more: Any) -> StepRecord:
@@ -120,9 +122,8 @@ def test_curves_first_and_then_what_steps_take() -> None:
     spent = DraftTime("a", 1, 4, 4, 1, 8 * DRAFT_S)
     for _ in range(2):  # the first one behind another kind is passed over
         times.observe(record(1.5 * machine.step_s(5) + spent.seconds, 5, [spent]))
-    assert times.step_s(5, [100], True) == pytest.approx(1.5 * machine.step_s(5)), (
-        "all that surrounds the forward counts"
-    )
+    expected = pytest.approx(1.5 * machine.step_s(5))
+    assert times.step_s(5, [100], True) == expected, "all that surrounds the forward counts"
     assert times.drafting_s("a", 1, 3, True) == pytest.approx(6 * DRAFT_S)
 
 
@@ -138,15 +139,6 @@ def test_levels_that_guesses_saved_say_nothing_of_the_machine() -> None:
     assert times.drafting_s("a", 1, 2.5, True) == pytest.approx(2.5 * DRAFT_S)
 
 
-def test_prompts_and_what_is_decided_for_plain_steps_are_not_counted() -> None:
-    times, _, machine = times_of()
-    plain = machine.step_s(1)
-    times.observe(record(50 * plain, 64, prefill=True))
-    for _ in range(3):
-        times.observe(record(plain + 0.5, decide_s=0.5))
-    assert times.step_s(1, [100], True) == pytest.approx(plain)
-
-
 def test_deciding_is_a_price_of_drafting_by_its_mean() -> None:
     """Two of three steps keep the decision of the first, so 3 ms in one are 1 ms in each."""
     times, _, machine = times_of()
@@ -157,19 +149,24 @@ def test_deciding_is_a_price_of_drafting_by_its_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "options", "counts"),
-    [(50.0, {"decide_s": 0.5}, False), (20.0, {"settled": False}, False), (20.0, {}, True)],
-    ids=["something was measured", "not settled", "settled"],
+    ("rows", "factor", "options", "counts"),
+    [
+        (5, 50.0, {"decide_s": 0.5}, False),
+        (5, 20.0, {"settled": False}, False),
+        (5, 20.0, {}, True),
+        (1, 50.0, {"prefill": True}, False),
+        (1, 51.0, {"decide_s": 50 * STEP_S}, False),
+    ],
+    ids=["something was measured", "not settled", "settled", "a prompt", "decided for many plain steps"],
 )
-def test_steps_that_say_nothing(factor: float, options: dict[str, Any], counts: bool) -> None:
+def test_steps_that_say_nothing(rows: int, factor: float, options: dict[str, Any], counts: bool) -> None:
     times, _, machine = times_of()
-    drafted = machine.step_s(5)
-    assert times.step_s(5, [100], True) == pytest.approx(drafted)
-    times.observe(record(factor * drafted, 5, **options))
-    if counts:
-        assert times.step_s(5, [100], True) > 1.5 * drafted
-    else:
-        assert times.step_s(5, [100], True) == pytest.approx(drafted)
+    usual = machine.step_s(rows)
+    assert times.step_s(rows, [100], True) == pytest.approx(usual)
+    for _ in range(1 if counts else 3):
+        times.observe(record(factor * usual, rows, **options))
+    found = times.step_s(rows, [100], True)
+    assert found > 1.5 * usual if counts else found == pytest.approx(usual)
 
 
 def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
@@ -189,8 +186,7 @@ def test_the_first_step_behind_one_of_another_kind_is_outvoted() -> None:
 
 def settling() -> tuple[RunningTimes, FakeClock, Machine]:
     """Plain steps of 10 ms that take up to 4 ms more until many follow each other."""
-    clock, machine = FakeClock(), Machine(settles_s=0.004)
-    return RunningTimes(machine, {"a": SimulatedDrafter(steady(0.5))}, clock), clock, machine  # type: ignore[arg-type]
+    return times_of(machine=Machine(settles_s=0.004))
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.5])
@@ -241,17 +237,18 @@ def test_large_drafts_that_take_longer_than_the_curve_says_nothing_of_small_ones
     assert times.step_s(2, [100], True) == pytest.approx(machine.step_s(2), rel=0.03)
 
 
+@dataclass
 class Piece:
-    """A measurement in pieces of 20 ms, of a cost that is known or not."""
+    """A measurement in pieces of 20 ms, of a cost that is known or not; of a drafter or, without a name, of steps."""
 
-    name = None
-
-    def __init__(self, clock: FakeClock, known: bool) -> None:
-        self.clock, self.known = clock, known
+    clock: FakeClock
+    known: bool = True
+    more: bool = True
+    name: str | None = None
 
     def go_on(self) -> bool:
         self.clock.now += 0.02
-        return True
+        return self.more
 
     def release(self) -> None: ...
 
@@ -312,7 +309,7 @@ def test_contexts_are_asked_for_to_the_nearest_of_a_few() -> None:
             return forward
 
     machine = Counting()
-    times = RunningTimes(machine, {}, FakeClock())  # type: ignore[arg-type]
+    times = times_of(machine=machine)[0]
     for context in range(200):
         times.step_s(3, [context, context], True)
     assert machine.asked <= 5
@@ -323,7 +320,7 @@ def test_contexts_are_asked_for_to_the_nearest_of_a_few() -> None:
 
 
 def test_gains_measured_before_are_handed_on() -> None:
-    times, *_ = times_of(a=SimulatedDrafter(steady(0.5), known=[0.5, 0.2]), b=SimulatedDrafter(steady(0.5)))
+    times, *_ = times_of(SimulatedDrafter(steady(0.5), known=[0.5, 0.2]), 0.5)
     view = type("View", (), {"params": None})()
     assert times.acceptance("a", view) == [0.5, 0.2]
     assert times.acceptance("b", view) == ()
@@ -334,16 +331,7 @@ def test_corrections_of_a_curve_are_not_those_of_the_next() -> None:
     another's.
     """
 
-    class Once:
-        known, name = True, None
-
-        def go_on(self) -> bool:
-            return False
-
-        def release(self) -> None: ...
-
-    clock, machine, drafter = FakeClock(), Machine(believed=0.5, drafting_believed=0.5), SimulatedDrafter(steady(0.5))
-    times = RunningTimes(machine, {"a": drafter, "b": drafter}, clock)  # type: ignore[arg-type]
+    times, clock, machine = times_of(0.5, 0.5, machine=Machine(believed=0.5, drafting_believed=0.5))
     for name in "ab":
         times.drafting_s(name, 1, 2, True)
     for _ in range(30):
@@ -354,10 +342,10 @@ def test_corrections_of_a_curve_are_not_those_of_the_next() -> None:
     before = [times.step_s(3, [100], True), times.drafting_s("a", 1, 2, True), times.drafting_s("b", 1, 2, True)]
     assert before == pytest.approx([machine.step_s(3), 2 * DRAFT_S, 2 * DRAFT_S], rel=0.05)
     machine._believed = 1.0
-    times._measure_on([Once()])  # type: ignore[list-item]
+    times._measure_on([Piece(clock, more=False)])  # type: ignore[list-item]
     assert [times.step_s(rows, [100], True) for rows in (1, 3)] == [machine.step_s(rows) for rows in (1, 3)]
     assert times.drafting_s("b", 1, 2, True) == before[2]
-    machine._drafting_believed, Once.name = 1.0, "a"  # type: ignore[assignment]
-    times._measure_on([Once()])  # type: ignore[list-item]
+    machine._drafting_believed = 1.0
+    times._measure_on([Piece(clock, more=False, name="a")])  # type: ignore[list-item]
     assert times.drafting_s("a", 1, 2, True) == pytest.approx(2 * DRAFT_S)
     assert times.drafting_s("b", 1, 2, True) == pytest.approx(4 * DRAFT_S, rel=0.05), "its correction is still there"

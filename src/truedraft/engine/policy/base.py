@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from truedraft.core.budget import Budget, Decision, RequestView
 from truedraft.core.stats import StepRecord
 
 
-class StepTimes(Protocol):
+class StepTimes(ABC):
     """Step times of an engine on this machine, corrected by its latest steps."""
 
+    @abstractmethod
     def step_s(self, rows: int, contexts: Sequence[int], greedy: bool) -> float:
         """Seconds of a step without drafting: the forward over `rows` input rows, the verdicts and all host work."""
 
+    @abstractmethod
     def drafting_s(self, drafter: str, requests: int, depth: float, greedy: bool) -> float:
         """Seconds of a drafter's proposals with the usual catch-up; `depth` may be a mean of levels."""
 
     def catch_up_s(self, drafter: str, behind: int, greedy: bool) -> float:
         """Seconds of a drafter to process `behind` unread tokens, beyond those of the last step."""
+        return 0.0
 
     def acceptance(self, drafter: str, view: RequestView) -> Sequence[float]:
         """Measured gains of a drafter's nodes; empty without a measurement."""
-
-    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:
-        """Record a step, the last of `steps` equal ones; `decide_s` is the mean time of deciding per step."""
+        return ()
 
     def ready(self, greedy: bool) -> bool:
         """Whether all times are known without measuring first; measuring continues between steps."""
+        return True
 
-    def measure(self, greedy: bool) -> None:
-        """Measure now what would be measured on first use."""
+    def observe(self, record: StepRecord, steps: int = 1, decide_s: float = 0.0) -> None:  # noqa: B027 - optional
+        """Record a step, the last of `steps` equal ones; `decide_s` is the mean time of deciding per step."""
 
 
 class Controller(ABC):

@@ -307,7 +307,9 @@ class Goodput(Controller):
         gain = now[0].tokens[now[1]] - 1.0 if now is not None else 0.0
         stake_s = max(choice.seconds - mine.seconds + late_s + gain / plan.rate, 0.0)
         price_s = stake_s + (median_low(self._plans_s) if self._plans_s else 0.0)  # its result leads to a new plan
-        if price_s > self._credit_s or not _are_ready(views):
+        # A single request after some first tokens, because these say little about later ones.
+        ready = len(views) > 1 or view.counters.emitted_tokens >= view.id * 29 % _READY_WITHIN
+        if price_s > self._credit_s or not ready:
             self._price_s = price_s
             return
         self._price_s = 0.0
@@ -351,8 +353,14 @@ class Goodput(Controller):
             self._credit_s = min(self._credit_s + earned_s, max(_CREDIT_STEPS * self._steps_s, self._price_s))
         self._observed = now
         for step in record.requests:
-            if step.id in self._own:
-                self._observe_one(self._own[step.id], step)
+            if step.id not in self._own:
+                continue
+            if self._probe is not None and self._probe[0] == step.id:
+                # The value of the emitted tokens is refunded, so that a probe costs only the time that it lost.
+                _, rate, stake_s = self._probe
+                self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
+                self._kept = 0  # its result may change the plan
+            self._learn(self._own[step.id], step)
         if len(self._own) > 2 * len(record.requests) + 8:
             running = {step.id for step in record.requests}
             self._own = {number: own for number, own in self._own.items() if number in running}
@@ -391,14 +399,6 @@ class Goodput(Controller):
         if could != self._may_lose:
             self._kept = 0  # a new plan
         return saved_s
-
-    def _observe_one(self, own: _Own, step: RequestStep) -> None:
-        if self._probe is not None and self._probe[0] == step.id:
-            # The value of the emitted tokens is refunded, so that a probe costs only the time that it lost.
-            _, rate, stake_s = self._probe
-            self._credit_s += min(max(step.emitted - 1, 0) / rate, stake_s)
-            self._kept = 0  # its result may change the plan
-        self._learn(own, step)
 
     def _learn(self, own: _Own, step: RequestStep, decided: bool = True) -> None:
         for share in step.shares:
@@ -453,11 +453,6 @@ def _kind(own: _Own, drafter: str, hint: Hint) -> int:
 
 def _most(limits: Budget, room: int) -> int:
     return min(limits.nodes, room if limits.width == 1 else SIZES[-1], SIZES[-1])
-
-
-def _are_ready(views: Sequence[RequestView]) -> bool:
-    """Whether to probe now: a single request after some first tokens, because these say little about later ones."""
-    return len(views) > 1 or views[0].counters.emitted_tokens >= views[0].id * 29 % _READY_WITHIN
 
 
 def _rate_of(hint: int) -> float:

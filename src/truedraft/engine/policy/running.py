@@ -16,6 +16,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import DraftTime, StepRecord
 from truedraft.core.theory import SETTLED, ForwardTable
 from truedraft.drafters.base import Drafter
+from truedraft.engine.policy.base import StepTimes
 from truedraft.engine.policy.kept import CurveCheck, Growing, StepCosts
 from truedraft.errors import TruedraftError
 
@@ -94,8 +95,8 @@ def _between(size: float) -> tuple[int, float]:
     return int(place), place - int(place)
 
 
-class RunningTimes:
-    """`StepTimes` of an engine, measured on first use. Everything around the forward counts as part of it."""
+class RunningTimes(StepTimes):
+    """Step times of an engine, measured on first use. Everything around the forward counts as part of it."""
 
     def __init__(
         self, costs: StepCosts, drafters: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter
@@ -169,6 +170,7 @@ class RunningTimes:
         return () if curve is None else curve.marginal_gains
 
     def measure(self, greedy: bool) -> None:
+        """Measure now what would be measured on first use."""
         self.rest()
         self._growing.pop(greedy, None)  # all costs are known after this, although some may be in doubt
         self._forward_s(1, [0])

@@ -55,11 +55,7 @@ class NodeBudget:
 def node_options(
     curve: AcceptanceCurve, forwards: TargetCost, drafting: DraftCost, *, context: int = _CONTEXT, requests: int = 1
 ) -> list[SizeOption]:
-    """Predicted gains of 0, 1, ... nodes per request with `context` cached tokens; see `size_options`.
-
-    Raises:
-        OptionError: there is no request.
-    """
+    """Predicted gains of 0, 1, ... nodes per request with `context` cached tokens; see `size_options`."""
     contexts = [context] * requests
     return size_options(curve, lambda rows: forwards(rows * requests, contexts), drafting)
 
@@ -77,10 +73,6 @@ def nodes_for(
 
     Args:
         least: nodes to draft even if they do not pay.
-
-    Raises:
-        OptionError: the drafter's sizes were chosen, or nobody measured what they bring.
-        TruedraftError: target or drafter failed.
     """
     params, costs = params or SamplingParams(), costs or StepCosts(target)
     plans = () if drafter.trees is None else drafter.trees.size_plans(params)
@@ -111,9 +103,6 @@ def sized(
 
     Each member of a portfolio gets its own number. Drafters without an acceptance measurement, and those with chosen
     sizes, stay unchanged.
-
-    Raises:
-        TruedraftError: target or drafter failed.
     """
     params, members = params or SamplingParams(), dict(drafter.members)
     budgets: dict[str, NodeBudget] = {}

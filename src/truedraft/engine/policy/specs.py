@@ -25,10 +25,6 @@ def controller_from_spec(spec: str) -> Controller:
     """Make a controller from its word, as `--controller` takes it: `KIND[,option=value]...`.
 
     A schedule's options are numbers of requests: `schedule,1=4,4=2,16=0`.
-
-    Raises:
-        UnknownOptionError: a word or an option that does not exist; names the nearest valid one.
-        OptionError: an unusable value.
     """
     with errors_about("controller"):
         words = Words.parse("controller", spec)

@@ -1,22 +1,26 @@
-"""Several threads at one engine, and requests that leave at any moment: nobody waits by luck, nobody is harmed.
+"""Threads and tasks at one engine, and requests that leave at any moment: nobody waits by luck, nobody is harmed.
 
 Where a thread has to wait for another one it does so for an event or by looking at it, so nothing depends on speed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TypeVar
 
 import pytest
 
-from support.answers import finished
+from support.answers import finished, fixed
 from truedraft import Engine, SamplingParams
-from truedraft.drafters import DraftModel
+from truedraft.drafters import DraftModel, PromptLookup
 from truedraft.engine import StepRecord
 from truedraft.engine.loop import FairLock
-from truedraft.errors import PromptError, TruedraftError
+from truedraft.errors import OptionError, PromptError, TruedraftError
 from truedraft.models.base import ForwardOutput, Segment
 from truedraft.testing import MarkovModel, ScriptedDrafter
 
@@ -61,13 +65,8 @@ def by_threads(count: int, act: Callable[[int], object]) -> None:
         thread.join(PATIENCE_S)
 
 
-@pytest.fixture
-def turns() -> Iterator[FairLock]:
-    yield FairLock()
-
-
-def test_turns_come_in_the_order_in_which_threads_asked(turns: FairLock) -> None:
-    order: list[int] = []
+def test_turns_come_in_the_order_in_which_threads_asked() -> None:
+    order, turns = list[int](), FairLock()
 
     def take(number: int) -> None:
         with turns:
@@ -90,8 +89,9 @@ def test_turns_come_in_the_order_in_which_threads_asked(turns: FairLock) -> None
 
 
 @pytest.mark.parametrize("handed", [False, True])
-def test_who_gives_up_waiting_does_not_stop_the_others(turns: FairLock, handed: bool) -> None:
+def test_who_gives_up_waiting_does_not_stop_the_others(handed: bool) -> None:
     """Ctrl-C while waiting, and at the very moment when the turn came."""
+    turns = FairLock()
 
     class Place:
         def acquire(self) -> None:
@@ -153,7 +153,7 @@ def test_a_stream_that_is_collected_in_mid_step_harms_nobody(started: int) -> No
     streams: list[Iterator[object]] = []
     model = Interrupted(6, streams.clear)
     draft = MarkovModel.random(VOCAB, seed=2)
-    engine = Engine(model, DraftModel(draft, 3), controller="fixed")
+    engine = fixed(model, DraftModel(draft, 3))
     streams.append(engine.stream([2, 5], LONG))
     for _ in range(started):
         next(streams[0])
@@ -168,7 +168,7 @@ def test_a_stream_that_is_collected_in_mid_step_harms_nobody(started: int) -> No
 def test_threads_that_answer_at_once_answer_as_alone() -> None:
     model = MarkovModel.random(VOCAB, seed=1)
     draft = MarkovModel.random(VOCAB, seed=2)
-    engine = Engine(model, DraftModel(draft, 3), max_batch=3, controller="fixed")
+    engine = fixed(model, DraftModel(draft, 3), max_batch=3)
     got: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
@@ -226,7 +226,7 @@ def test_ctrl_c_while_a_neighbour_is_closed_does_not_keep_it_waiting() -> None:
             super().end(request)
 
     model = MarkovModel.random(VOCAB, seed=1)
-    engine = Engine(model, Stubborn(lambda tokens: []), controller="fixed")
+    engine = fixed(model, Stubborn(lambda tokens: []))
     stream = engine.stream([3, 1], SamplingParams(max_tokens=2))
     next(stream)
     with pytest.raises(KeyboardInterrupt):
@@ -303,3 +303,145 @@ def test_what_a_listener_raises_reaches_every_caller_and_the_engine_goes_on() ->
     engine.listeners.clear()
     assert engine.generate([3, 1], LONG).token_ids == plain([3, 1])
     assert engine.target.pool.in_use == 0  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------ tasks of an event loop
+
+Value = TypeVar("Value")
+FOREVER = 2_000_000
+
+
+def engine_of(context: int = 4096) -> Engine:
+    return fixed(MarkovModel.random(6, seed=1, context_length=context), PromptLookup(min_ngram=1))
+
+
+def run(work: Coroutine[None, None, Value]) -> Value:
+    """In an event loop; a mistake of ours must not stand still for ever."""
+    return asyncio.run(asyncio.wait_for(work, 120.0))
+
+
+def test_answers_are_those_of_generate() -> None:
+    engine, params = engine_of(), SamplingParams(max_tokens=20, seed=3, temperature=1.0)
+    prompts = [[1, 2, 3], [4], [5, 5, 0, 2]]
+    alone, several = engine.generate(prompts[0], params), engine.generate(prompts, params)
+
+    async def ask() -> None:
+        assert (await engine.agenerate(prompts[0], params)).token_ids == alone.token_ids
+        assert [each.token_ids for each in await engine.agenerate(prompts, params)] == [e.token_ids for e in several]
+        together = await asyncio.gather(*(engine.agenerate(each, params) for each in prompts))
+        assert [each.token_ids for each in together] == [each.token_ids for each in several]
+        samples = await engine.agenerate([1, 2], SamplingParams(max_tokens=4, n=3, temperature=1.0))
+        assert len(samples.others) == 2
+        pieces = [piece async for piece in engine.astream(prompts[0], params)]
+        assert [token for piece in pieces for token in piece.token_ids] == alone.token_ids
+        assert [piece.answer is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+    run(ask())
+    assert engine.check_idle() == []
+
+
+def test_what_is_wrong_is_raised_as_by_generate() -> None:
+    engine = engine_of()
+
+    async def ask() -> None:
+        with pytest.raises(PromptError, match="no tokenizer"):
+            await engine.agenerate("text")
+        with pytest.raises(PromptError, match="one SamplingParams"):
+            await engine.agenerate([1], [SamplingParams()])  # type: ignore[call-overload]
+        with pytest.raises(OptionError, match="must be 1 for a stream"):
+            async for _ in engine.astream([1], SamplingParams(n=2, temperature=1.0)):
+                pass
+        refused, answered = await engine.agenerate([[99], [1]], SamplingParams(max_tokens=2))
+        assert (refused.finish_reason, answered.finish_reason) == ("error", "length")
+
+    run(ask())
+
+
+def test_a_cancelled_task_cancels_its_request_and_the_others_go_on() -> None:
+    engine = engine_of(FOREVER)
+
+    async def ask() -> None:
+        there = asyncio.Event()
+        engine.listeners.append(lambda record: loop.call_soon_threadsafe(there.set))
+        loop = asyncio.get_running_loop()
+        endless = asyncio.create_task(engine.agenerate([1, 2], SamplingParams(max_tokens=FOREVER // 2)))
+        await there.wait()
+        short = await engine.agenerate([3], SamplingParams(max_tokens=8))
+        assert short.finish_reason == "length" and not endless.done(), "the event loop goes on meanwhile"
+        endless.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+        while engine.step():  # whatever step is being made
+            await asyncio.sleep(0)
+
+    run(ask())
+    assert engine.check_idle() == []
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "close"])
+def test_a_stream_that_is_left_is_cancelled(how: str) -> None:
+    engine = engine_of(FOREVER)
+    params = SamplingParams(max_tokens=FOREVER // 2)
+
+    async def read() -> None:
+        async for piece in engine.astream([1, 2], params):
+            if piece.token_ids and how == "break":
+                break
+
+    async def ask() -> None:
+        if how == "cancel":
+            task = asyncio.create_task(read())
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "break":
+            await read()
+            gc.collect()
+            await asyncio.sleep(0)
+        else:
+            async with contextlib.aclosing(engine.astream([1, 2], params)) as pieces:
+                await anext(pieces)
+        while engine.step():
+            await asyncio.sleep(0)
+
+    run(ask())
+    assert engine.check_idle() == []
+
+
+def test_threads_and_tasks_share_the_steps() -> None:
+    engine, params = engine_of(), SamplingParams(max_tokens=200, ignore_eos=True)
+    expected = engine.generate([1, 2, 3], params).token_ids
+    together: set[int] = set()
+    engine.listeners.append(lambda record: together.add(len(record.requests)))
+    found: list[list[int]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(engine.generate([1, 2, 3], params).token_ids)) for _ in range(2)
+    ]
+
+    async def ask() -> None:
+        for thread in threads:
+            thread.start()
+        answers = await asyncio.gather(*(engine.agenerate([1, 2, 3], params) for _ in range(3)))
+        found.extend(answer.token_ids for answer in answers)
+        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+
+    run(ask())
+    assert found == [expected] * 5 and max(together) > 1
+
+
+def test_an_error_of_a_listener_reaches_who_waits() -> None:
+    engine = engine_of()
+
+    def fail(record: StepRecord) -> None:
+        raise ZeroDivisionError("a listener's")
+
+    engine.listeners.append(fail)
+
+    async def ask() -> None:
+        with pytest.raises(ZeroDivisionError, match="a listener's"):
+            await engine.agenerate([1, 2], SamplingParams(max_tokens=5))
+        engine.listeners.clear()
+        assert len((await engine.agenerate([1, 2], SamplingParams(max_tokens=5, ignore_eos=True))).token_ids) == 5
+
+    run(ask())
