@@ -111,7 +111,7 @@ def a_plant_that_does_nothing_is_not_found() -> bool:
 
 def a_fault_too_small_does_not_count() -> bool:
     said = {"tokens": 5000, "smallest_detectable_tv": 0.03, "false_alarm": 1e-3}
-    shown = controls.Shown(5000, 0.05, 1e-9, "a test", "", said, over=False)
+    shown = controls.Shown(5000, 0.05, 1e-9, "a test", "", said)
     return shown.finding("a fault").status is Status.NOT_ENOUGH
 
 
