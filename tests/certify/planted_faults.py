@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from truedraft import SamplingParams
-from truedraft.certify.checks import Stack
+from truedraft.certify.checks import Check, Context, Finding, Stack
 from truedraft.core.probs import batch_probs
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -125,5 +125,21 @@ def markov(
 
 
 def healthy() -> Stack:
-    """A correct stack whose chains are often, not always right."""
-    return Stack(markov(0), DraftModel(markov(0, astray=1.0), num_speculative_tokens=3), SpeculativeSampling())
+    """A correct stack."""
+    return Stack(markov(0), chain(), SpeculativeSampling())
+
+
+def chain() -> DraftModel:
+    """Chains of three for `markov(0)`, often, not always right."""
+    return DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
+
+
+def findings_of(
+    check: Check, stack: Stack, params: SamplingParams, batch: int, texts: Sequence[Sequence[int]] = TEXTS
+) -> dict[str, Finding]:
+    """What a check says, by name; its progress only rises, to 1."""
+    told: list[float] = []
+    found = check.run(Context(stack, texts, params, batch, tell=told.append))
+    assert told == sorted(told) and told[-1] == 1.0
+    assert {each.part for each in found} == {check.part}
+    return {each.name: each for each in found}

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from certify.planted_faults import TEXTS, StaleDraft, markov
+from certify.test_statistics import samples_of, smallest
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
 from truedraft.certify.checks import Context, Deadline, Finding, Part, Stack, Status
 from truedraft.certify.controls import SampledControls
 from truedraft.certify.draft_state import DraftState
-from truedraft.certify.e_process import TokenTests
 from truedraft.certify.equality import Equality
 from truedraft.certify.invariance import Invariance
-from truedraft.certify.sampling import scored_answers
 from truedraft.certify.statistics import FALSE_ALARM, Statistics, joint_result
-from truedraft.core.theory import holm
 from truedraft.drafters import DraftModel, Portfolio, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.engine.policy import Goodput, RoundRobin
@@ -98,19 +96,13 @@ def test_a_stale_member_is_named() -> None:
     }
 
 
-def smallest(asked: Stack, *batches: int) -> Iterator[float]:
+def smallest_of(asked: Stack, *batches: int) -> Iterator[float]:
     """The smallest p-value after so many batches, and so many more."""
-    tests = TokenTests(asked.target.vocab_size, 4)
-    runs = scored_answers(asked, TEXTS, SAMPLED, 4, judge=markov(0), length=24)
-    for number, answers in zip(range(1, max(batches) + 1), runs, strict=False):
-        for scored in answers:
-            tests.add(scored)
-        if number in batches:
-            yield min(holm([test.p_value for test in tests.results()]))
+    return map(smallest, samples_of(asked, batches, SAMPLED, judge=markov(0)))
 
 
 def test_sampled_answers_of_merged_trees_follow_the_target() -> None:
-    assert all(found > FALSE_ALARM for found in smallest(stack(), 40))
+    assert all(found > FALSE_ALARM for found in smallest_of(stack(), 40))
     result = joint_result(Context(stack(), TEXTS, SAMPLED, 4), Deadline(0.0), lambda done: None)
     assert result is not None and result.p_value > 1e-4 and result.accepted > 0.1
 
@@ -125,7 +117,7 @@ def test_a_fault_is_found_wherever_it_is(fault: str) -> None:
         "rule": stack().but(rule=faults.accepts_always(SpeculativeSampling())),
         "member": stack(Portfolio(members)),
     }[fault]
-    assert any(found < FALSE_ALARM for found in smallest(broken, 20, 100, 300))
+    assert any(found < FALSE_ALARM for found in smallest_of(broken, 20, 100, 300))
 
 
 def test_controls_are_shown_at_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, markov
+from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, findings_of, markov
 from support.faulty_parts import keeps_rejected
 from support.head_models import MarkovWithHead, fitted_heads
 from support.ngram_tables import table_of
@@ -14,7 +14,7 @@ from support.parallel_drafting import beside
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
-from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.checks import Context, Finding, Stack, Status
 from truedraft.certify.draft_state import DraftState
 from truedraft.certify.equality import Equality
 from truedraft.drafters import DraftModel, Medusa, NgramDrafter, NoDrafter, PromptLookup
@@ -31,12 +31,9 @@ def draft(kind: type[DraftModel] = DraftModel, **options: object) -> Drafter:
 
 
 def finding(drafter: Drafter, batch: int = 3, target: LanguageModel | None = None) -> Finding:
-    told: list[float] = []
     stack = Stack(target or markov(0), drafter, SpeculativeSampling())
-    found = DraftState().run(Context(stack, TEXTS, PARAMS, batch, tell=told.append))
-    assert told == sorted(told) and told[-1] == 1.0
-    assert len(found) == 1 and found[0].part is Part.DRAFT_STATE
-    return found[0]
+    (found,) = findings_of(DraftState(), stack, PARAMS, batch).values()
+    return found
 
 
 @pytest.mark.parametrize("batch", [1, 3])

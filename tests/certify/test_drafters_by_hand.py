@@ -39,14 +39,21 @@ def class_of_the_page(name: str) -> Any:
 Bigram = class_of_the_page("Bigram")
 
 
-class OtherProbs(Bigram):  # type: ignore[misc]
-    """Says that it drew from even distributions, which it did not."""
+def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
+    """A drafter that draws as it should and stores something else than what it drew from."""
 
-    def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
-        made = super().chain(request, budget, noise)
-        if made.probs is None:
-            return made
-        return Proposal(made.tree, made.draws, torch.full_like(made.probs, 1 / made.probs.shape[-1]))
+    class StoresAnother(Bigram):  # type: ignore[misc]
+        def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
+            made = super().chain(request, budget, noise)
+            if made.probs is None:
+                return made
+            return Proposal(made.tree, made.draws, change(made.probs, made.tree.host_ids))
+
+    return StoresAnother
+
+
+OtherProbs = storing(lambda probs, tokens: torch.full_like(probs, 1 / probs.shape[-1]))
+"""Says that it drew from even distributions, which it did not."""
 
 
 class NoiseOfTheRule(Bigram):  # type: ignore[misc]
@@ -115,19 +122,6 @@ NO_LAWS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
     "half of it is missing": lambda probs, tokens: probs / 2,
     "a drawn token has none": undrawn,
 }
-
-
-def storing(change: Callable[[Tensor, Sequence[int]], Tensor]) -> type[Drafter]:
-    """A drafter that draws as it should and stores something else than a distribution."""
-
-    class StoresNoDist(Bigram):  # type: ignore[misc]
-        def chain(self, request, budget, noise):  # type: ignore[no-untyped-def]
-            made = super().chain(request, budget, noise)
-            if made.probs is None:
-                return made
-            return Proposal(made.tree, made.draws, change(made.probs, made.tree.host_ids))
-
-    return StoresNoDist
 
 
 @pytest.mark.plants_failures

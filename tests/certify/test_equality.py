@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from certify.planted_faults import TEXTS, ForgetsTheLast, markov, row_noise, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, ForgetsTheLast, findings_of, markov, row_noise, wrong_mask, wrong_positions
 from support.coupled_choice import coupled_choice
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.checks import Context, Finding, Stack, Status
 from truedraft.certify.equality import Equality, enough_prompts, lead_needed
 from truedraft.core.probs import probs_from_logits
 from truedraft.drafters import DraftModel, PromptLookup
@@ -40,11 +40,7 @@ def stack(target: LanguageModel, drafter: Drafter, coupled_rule: Rule | None = N
 
 
 def findings(stack: Stack, params: SamplingParams, batch: int = 5) -> dict[str, Finding]:
-    told: list[float] = []
-    found = Equality().run(Context(stack, TEXTS, params, batch, tell=told.append))
-    assert told == sorted(told) and told[-1] == 1.0
-    assert all(finding.part is Part.EQUALITY for finding in found)
-    return {finding.name: finding for finding in found}
+    return findings_of(Equality(), stack, params, batch)
 
 
 def statuses(found: dict[str, Finding]) -> set[Status]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from certify.planted_faults import borrowed, markov, row_noise
+from certify.planted_faults import borrowed, chain, findings_of, markov, row_noise
 from support.faulty_parts import keeps_rejected
 from support.pairwise import by_turns
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.checks import Context, Finding, Part, Stack, Status
+from truedraft.certify.checks import Context, Finding, Stack, Status
 from truedraft.certify.invariance import AlternatingBudget, Invariance
 from truedraft.core.budget import NO_DRAFT, Budget
 from truedraft.core.stats import Counters
@@ -38,10 +38,6 @@ def stack(target: LanguageModel, drafter: Drafter, coupled_rule: Rule | None = N
     return Stack(target, drafter, SpeculativeSampling(), coupled_rule)
 
 
-def chain() -> Drafter:
-    return DraftModel(markov(0, astray=1.0), 3)
-
-
 def tree() -> Drafter:
     return DraftModel(markov(0, astray=1.0), branching=(2, 2))
 
@@ -49,11 +45,7 @@ def tree() -> Drafter:
 def findings(
     stack: Stack, params: SamplingParams, batch: int = 4, texts: list[list[int]] = TEXTS
 ) -> dict[str, Finding]:
-    told: list[float] = []
-    found = Invariance().run(Context(stack, texts, params, batch, tell=told.append))
-    assert told == sorted(told) and told[-1] == 1.0
-    assert all(finding.part is Part.INVARIANCE for finding in found)
-    return {finding.name: finding for finding in found}
+    return findings_of(Invariance(), stack, params, batch, texts)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

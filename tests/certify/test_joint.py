@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from certify.planted_faults import markov
+from certify.planted_faults import healthy, markov
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults, statistics
@@ -55,13 +55,11 @@ def result_of(stack: Stack) -> statistics.JointResult:
 
 def test_answers_follow_the_distribution_and_broken_ones_do_not() -> None:
     """False alarm: 1e-6."""
-    draft = DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
-    healthy = Stack(markov(0), draft, SpeculativeSampling())
-    good = result_of(healthy)
+    good = result_of(healthy())
     assert good.p_value > 1e-6
     assert good.accepted > 0.3
     assert len(good.kept) == 3
-    bad = result_of(healthy.but(rule=faults.accepts_always(SpeculativeSampling())))
+    bad = result_of(healthy().but(rule=faults.accepts_always(SpeculativeSampling())))
     assert bad.p_value < 1e-6
 
 

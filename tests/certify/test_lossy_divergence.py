@@ -21,14 +21,6 @@ def _hundred_steps_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch, step_s=0.01)
 
 
-def test_interval_by_hand() -> None:
-    interval = ratio_of_totals([1.0, 3.0], [10, 10])
-    assert interval.value == pytest.approx(0.2)
-    assert interval.high - interval.value == pytest.approx((1.96 + 2.4) * (2.0 * 2 / 1) ** 0.5 / 20)
-    assert interval.value - interval.low == pytest.approx(interval.high - interval.value)
-    assert ratio_of_totals([1.0], [10]).high == float("inf")
-
-
 def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
     """95 % of intervals over 12 answers hold 0.5; over 800 the share is within 4 standard deviations, 3 %."""
     chance, held = random.Random(2), 0

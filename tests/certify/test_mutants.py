@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from certify.planted_faults import TEXTS, StaleDraft, borrowed, healthy, markov, row_noise, wrong_mask
-from certify.test_exact_breaks import DrawsFromTarget
+from support.broken_rules import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
 from truedraft.certify import (
@@ -91,50 +91,25 @@ def greedy_control(plant: Callable[[Stack], Stack], tokens: int = 32) -> Finding
     return run(controls.ComparedControls([fault], rounds=1, tokens=tokens), healthy())[0]
 
 
-def a_greedy_plant_that_does_nothing_is_not_found() -> bool:
-    return greedy_control(lambda stack: stack).status is Status.FAILS
+def fails(found: Callable[[], Finding], status: Status = Status.FAILS) -> Callable[[], bool]:
+    return lambda: found().status is status
 
 
-def a_greedy_fault_in_few_tokens_is_too_small() -> bool:
-    found = greedy_control(lambda stack: stack.but(coupled_rule=faults.coupled_accepts_always()), tokens=3)
-    return found.status is Status.NOT_ENOUGH
-
-
-def a_plant_that_does_nothing_is_not_found() -> bool:
-    """Though the tests of sampled answers take it for a large fault."""
+def harmless_control() -> Finding:
+    """What is said of a plant that does nothing, though the tests of sampled answers take it for a large fault."""
     harmless = replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)
     said = {"tests": 1, "tokens": 300, "smallest_detectable_tv": 0.03, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
     earlier = [Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", said)]
-    check = controls.SampledControls([harmless])
-    return run(check, healthy(), WARM, seconds=600.0, earlier=earlier)[0].status is Status.FAILS
+    return run(controls.SampledControls([harmless]), healthy(), WARM, seconds=600.0, earlier=earlier)[0]
 
 
-def a_fault_too_small_does_not_count() -> bool:
+def small_control() -> Finding:
     said = {"tokens": 5000, "smallest_detectable_tv": 0.03, "false_alarm": 1e-3}
-    shown = controls.Shown(5000, 0.05, 1e-9, "a test", "", said, over=False)
-    return shown.finding("a fault").status is Status.NOT_ENOUGH
+    return controls.Shown(5000, 0.05, 1e-9, "a test", "", said).finding("a fault")
 
 
 def equal(stack: Stack, name: str, params: SamplingParams = GREEDY) -> Finding:
     return only(run(equality.Equality(), stack, params), f"{name}, float32")
-
-
-def accepting_always_is_a_fault_together() -> bool:
-    return equal(accepting(), "greedy, batch 4").status is Status.FAILS
-
-
-def accepting_always_is_a_fault_alone() -> bool:
-    return equal(accepting(), "greedy, batch 1").status is Status.FAILS
-
-
-def the_third_of_a_batch_is_looked_at() -> bool:
-    stack = Stack(third_is_warm(), NoDrafter(), SpeculativeSampling())
-    return equal(stack, "seeded, batch 4", SEEDED).status is Status.FAILS
-
-
-def a_drafter_that_gave_up_is_no_evidence() -> bool:
-    stack = Stack(markov(0), GivesUp(), SpeculativeSampling())
-    return only(run(equality.Equality(), stack, batch=1), "greedy, batch 1, float32").status is Status.FAILS
 
 
 def no_time_is_no_evidence(check: Check) -> bool:
@@ -143,15 +118,9 @@ def no_time_is_no_evidence(check: Check) -> bool:
         return Status.NOT_ENOUGH in {finding.status for finding in run(check, healthy(), seconds=1.0)}
 
 
-def a_fault_among_roundings_is_a_fault() -> bool:
-    stack = accepting().but(target=row_noise(markov(0), 1e-3))
-    return equal(stack, "greedy, batch 4").status is Status.FAILS
-
-
-def a_broken_mask_is_more_than_rounding() -> bool:
+def broken_mask() -> Stack:
     tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
-    stack = Stack(row_noise(wrong_mask(markov(0)), 1e-3), tree, SpeculativeSampling())
-    return equal(stack, "rounding").status is Status.FAILS
+    return Stack(row_noise(wrong_mask(markov(0)), 1e-3), tree, SpeculativeSampling())
 
 
 def sampled(stack: Stack) -> Finding:
@@ -162,15 +131,11 @@ def sampled(stack: Stack) -> Finding:
         return run(statistics.Statistics(), stack, WARM, seconds=12.0)[0]
 
 
-def accepting_always_shows_in_the_tests() -> bool:
-    return sampled(healthy().but(rule=faults.accepts_always(SpeculativeSampling()))).status is Status.FAILS
-
-
-def one_request_of_four_shows_in_the_tests() -> bool:
+def one_request_of_four() -> Finding:
     """Judged by a sound target: a broken one must not judge itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "scored_answers", partial(statistics.scored_answers, judge=markov(0)))
-        return sampled(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling())).status is Status.FAILS
+        return sampled(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling()))
 
 
 def joint_distributions_are_judged() -> bool:
@@ -185,17 +150,13 @@ def asked(stack: Stack, name: str, params: SamplingParams = GREEDY, batch: int =
     return only(run(invariance.Invariance(), stack, params, batch), name)
 
 
-def borrowed_options_show(name: str, batch: int) -> bool:
+def borrowed_options(name: str, batch: int) -> Finding:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifier, "batch_probs", borrowed)
-        return asked(healthy(), name, WARM, batch).status is Status.FAILS
+        return asked(healthy(), name, WARM, batch)
 
 
-def budgets_are_felt() -> bool:
-    return asked(accepting(), "without drafting").status is Status.FAILS
-
-
-def lost_pieces_are_missed() -> bool:
+def lost_pieces() -> Finding:
     stream = Engine.stream
 
     def losing(engine: Engine, *arguments: Any, **more: Any) -> object:
@@ -203,27 +164,19 @@ def lost_pieces_are_missed() -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "stream", losing)
-        return asked(healthy(), "streamed").status is Status.FAILS
+        return asked(healthy(), "streamed")
 
 
-def drafted() -> Finding:
-    """What is said of a draft whose caches are stale."""
-    stale = StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))
-    stack = Stack(markov(0), stale, SpeculativeSampling())
-    return draft_state.DraftState().run(Context(stack, TEXTS[:2], SamplingParams(max_tokens=24), 2))[0]
+def stale(fact: str) -> bool:
+    """Whether this is said of a draft whose caches are stale."""
+    drafter = StaleDraft(markov(0, astray=0.8), branching=(3, 2, 1))
+    stack = Stack(markov(0), drafter, SpeculativeSampling())
+    context = Context(stack, TEXTS[:2], SamplingParams(max_tokens=24), 2)
+    return draft_state.DraftState().run(context)[0].facts[fact] > 0
 
 
-def stale_proposals_are_seen() -> bool:
-    return drafted().facts["different"] > 0
-
-
-def stale_caches_are_seen() -> bool:
-    return drafted().facts["caches_different"] > 0
-
-
-def exact_statuses(rule: SpeculativeSampling) -> dict[str, Status]:
-    found = run(exact.Exact(), healthy().but(rule=rule), WARM)
-    return {finding.name: finding.status for finding in found}
+def exactly(rule: SpeculativeSampling, name: str) -> Finding:
+    return only(run(exact.Exact(), healthy().but(rule=rule), WARM), name)
 
 
 class ServesAnother(SpeculativeSampling):
@@ -233,18 +186,27 @@ class ServesAnother(SpeculativeSampling):
         return faults.accepts_always(SpeculativeSampling()).accept(proposals, probs, noise)
 
 
-def a_wrong_kernel_is_seen() -> bool:
-    return exact_statuses(DrawsFromTarget())["kernel"] is Status.FAILS
-
-
-def wrong_code_is_seen() -> bool:
-    return exact_statuses(ServesAnother())["batched code, every decision cell"] is Status.FAILS
-
-
 def not_issued(status: Status) -> bool:
-    findings = [Finding(Part.EXACT, "a check", status, "")]
-    return not report.Report("", findings, "").issued
+    return not report.Report("", [Finding(Part.EXACT, "a check", status, "")], "").issued
 
+
+idle_plant = fails(lambda: greedy_control(lambda stack: stack))
+few_tokens = fails(
+    lambda: greedy_control(lambda stack: stack.but(coupled_rule=faults.coupled_accepts_always()), tokens=3),
+    Status.NOT_ENOUGH,
+)
+together = fails(lambda: equal(accepting(), "greedy, batch 4"))
+alone = fails(lambda: equal(accepting(), "greedy, batch 1"))
+third = fails(lambda: equal(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling()), "seeded, batch 4", SEEDED))
+gave_up = fails(
+    lambda: run(equality.Equality(), Stack(markov(0), GivesUp(), SpeculativeSampling()), batch=1)[-1],
+)
+among_roundings = fails(lambda: equal(accepting().but(target=row_noise(markov(0), 1e-3)), "greedy, batch 4"))
+accepting_sampled = fails(lambda: sampled(healthy().but(rule=faults.accepts_always(SpeculativeSampling()))))
+neighbours = fails(lambda: borrowed_options("in a batch of 4", 4))
+budgets = fails(lambda: asked(accepting(), "without drafting"))
+wrong_kernel = fails(lambda: exactly(DrawsFromTarget(), "kernel"))
+wrong_code = fails(lambda: exactly(ServesAnother(), "batched code, every decision cell"))
 
 # ---------------------------------------------------------------------------------------------- broken certificates
 
@@ -254,47 +216,45 @@ ANSWERS = "zip(numbers, expected, found, strict=True)"
 TOO_FEW = "self.answers < least or not self.compared"
 ISSUED = "not self.lossy and not self.failures and not self.undecided"
 
-neighbours_are_felt = partial(borrowed_options_show, "in a batch of 4", 4)
-
 MUTANTS = [
     # module, code, what stands in its place, what is not seen any more
-    (controls, GREEDY_CAUGHT, "True", a_greedy_plant_that_does_nothing_is_not_found),
-    (controls, GREEDY_CAUGHT, "self.comparison.untraced > 0", a_greedy_fault_in_few_tokens_is_too_small),
+    (controls, GREEDY_CAUGHT, "True", idle_plant),
+    (controls, GREEDY_CAUGHT, "self.comparison.untraced > 0", few_tokens),
     (
         controls,
         "counted.comparison.add(right[number],",
         "counted.comparison.add(replace(right[number], finish_reason=''),",
-        a_greedy_plant_that_does_nothing_is_not_found,
+        idle_plant,
     ),
-    (controls, SAMPLED_CAUGHT, "caught, detectable = True,", a_plant_that_does_nothing_is_not_found),
-    (controls, SAMPLED_CAUGHT, "caught, detectable = self.strong,", a_plant_that_does_nothing_is_not_found),
-    (controls, SAMPLED_CAUGHT, "caught, detectable = self.found,", a_fault_too_small_does_not_count),
-    (equality, "found = answers(engines[size], numbers)", "found = expected", accepting_always_is_a_fault_together),
-    (equality, ANSWERS, "()", accepting_always_is_a_fault_alone),
-    (equality, ANSWERS, f"list({ANSWERS})[:2]", the_third_of_a_batch_is_looked_at),
+    (controls, SAMPLED_CAUGHT, "caught, detectable = True,", fails(harmless_control)),
+    (controls, SAMPLED_CAUGHT, "caught, detectable = self.strong,", fails(harmless_control)),
+    (controls, SAMPLED_CAUGHT, "caught, detectable = self.found,", fails(small_control, Status.NOT_ENOUGH)),
+    (equality, "found = answers(engines[size], numbers)", "found = expected", together),
+    (equality, ANSWERS, "()", alone),
+    (equality, ANSWERS, f"list({ANSWERS})[:2]", third),
     (
         equality,
         "{size: context.stack.engine(size)",
         "{size: context.stack.plain(size)",
-        accepting_always_is_a_fault_together,
+        together,
     ),
-    (equality, "if faults or failures else", "if faults else", a_drafter_that_gave_up_is_no_evidence),
+    (equality, "if faults or failures else", "if faults else", gave_up),
     (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, equality.Equality())),
     (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, invariance.Invariance())),
-    (equality, "if margin > 2.0 * allowed:", "if False:", a_fault_among_roundings_is_a_fault),
+    (equality, "if margin > 2.0 * allowed:", "if False:", among_roundings),
     (
         rounding,
         "self.plain_difference <= self.limit and self.from_nearest_plain <= _LEEWAY * self.plain_difference",
         "True",
-        a_broken_mask_is_more_than_rounding,
+        fails(lambda: equal(broken_mask(), "rounding")),
     ),
-    (statistics, "adjusted[smallest] < FALSE_ALARM or impossible", "False", accepting_always_shows_in_the_tests),
-    (e_process, "self._logs[row] += (ratio * about).sum(dim=0)", "pass", accepting_always_shows_in_the_tests),
+    (statistics, "adjusted[smallest] < FALSE_ALARM or impossible", "False", accepting_sampled),
+    (e_process, "self._logs[row] += (ratio * about).sum(dim=0)", "pass", accepting_sampled),
     (
         statistics,
         "                tests.add(scored)\n            context.tell(",
         "                tests.add(scored) if scored.place != 2 else None\n            context.tell(",
-        one_request_of_four_shows_in_the_tests,
+        fails(one_request_of_four),
     ),
     (
         statistics,
@@ -302,42 +262,47 @@ MUTANTS = [
         "1.0",
         joint_distributions_are_judged,
     ),
-    (invariance, "for place in which:", "for place in ():", neighbours_are_felt),
+    (invariance, "for place in which:", "for place in ():", neighbours),
     (
         invariance,
         "together = max(context.batch, _LEAST_TOGETHER)",
         "together = context.batch",
-        partial(borrowed_options_show, "cancelled and asked again", 1),
+        fails(lambda: borrowed_options("cancelled and asked again", 1)),
     ),
     (
         invariance,
         "self._comparisons[name].add(expected, found, context",
         "self._comparisons[name].add(found, found, context",
-        budgets_are_felt,
+        budgets,
     ),
     (
         invariance,
         '"without drafting": FixedBudget(NO_DRAFT)',
         '"without drafting": FixedBudget(self._limits)',
-        budgets_are_felt,
+        budgets,
     ),
     (
         invariance,
         "return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0",
         "return math.inf",
-        neighbours_are_felt,
+        neighbours,
     ),
-    (invariance, "return replace(answer, token_ids=tokens)", "return answer", lost_pieces_are_missed),
+    (invariance, "return replace(answer, token_ids=tokens)", "return answer", fails(lost_pieces)),
     (
         draft_state,
         "trees[0].host_ids != trees[1].host_ids or trees[0].shape != trees[1].shape",
         "False",
-        stale_proposals_are_seen,
+        partial(stale, "different"),
     ),
-    (draft_state, "sum(beyond_rounding for _, beyond_rounding in self.caches)", "0", stale_caches_are_seen),
-    (exact, "worlds = worlds_for(own)", "worlds = worlds_for(own)[:0]", a_wrong_kernel_is_seen),
-    (exact, "Status.HOLDS if distance < TOLERANCE else Status.FAILS", "Status.HOLDS", a_wrong_kernel_is_seen),
-    (exact, "return not self.distance < TOLERANCE", "return False", wrong_code_is_seen),
+    (
+        draft_state,
+        "sum(beyond_rounding for _, beyond_rounding in self.caches)",
+        "0",
+        partial(stale, "caches_different"),
+    ),
+    (exact, "worlds = worlds_for(own)", "worlds = worlds_for(own)[:0]", wrong_kernel),
+    (exact, "Status.HOLDS if distance < TOLERANCE else Status.FAILS", "Status.HOLDS", wrong_kernel),
+    (exact, "return not self.distance < TOLERANCE", "return False", wrong_code),
     (report, ISSUED, "not self.lossy and not self.undecided", partial(not_issued, Status.FAILS)),
     (report, ISSUED, "not self.lossy and not self.failures", partial(not_issued, Status.NOT_ENOUGH)),
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from certify.planted_faults import TEXTS, markov, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, chain, healthy, markov, wrong_mask, wrong_positions
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
@@ -26,7 +26,6 @@ from truedraft.certify.statistics import Statistics
 from truedraft.core.theory import holm
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.drafters.base import Drafter
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import altered
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
@@ -66,10 +65,6 @@ def smallest(sample: TokenTests) -> float:
     return min(holm([test.p_value for test in sample.results()]))
 
 
-def chain() -> Drafter:
-    return DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
-
-
 @pytest.mark.parametrize("seed", [0, 20, *(pytest.param(first, marks=pytest.mark.slow) for first in (40, 60, 80))])
 def test_a_hundred_seeds_of_correct_stacks_pass(seed: int) -> None:
     """Drafters, rules and options take turns; each of the 100 samples has tokens of its own."""
@@ -102,19 +97,18 @@ def one_other_temperature(inner: LanguageModel) -> LanguageModel:
 
 def broken_stacks() -> dict[str, Stack]:
     """With their healthy targets, which judge them."""
-    healthy = Stack(markov(0), chain(), SpeculativeSampling())
     tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
-    hides = drafting_one(healthy, faults.hides_unlikely_draws(chain(), 0.3))
+    hides = drafting_one(healthy(), faults.hides_unlikely_draws(chain(), 0.3))
     llama = Stack(packed("llama"), DraftModel(noisy("llama", 0.5), num_speculative_tokens=3), SpeculativeSampling())
     return {
-        "cache": healthy.but(target=keeps_rejected(markov(0))),
-        "mask": healthy.but(target=wrong_mask(markov(0)), drafter=tree),
+        "cache": healthy().but(target=keeps_rejected(markov(0))),
+        "mask": healthy().but(target=wrong_mask(markov(0)), drafter=tree),
         "positions": llama.but(target=wrong_positions(packed("llama"))),
-        "one request's temperature": healthy.but(target=one_other_temperature(markov(0))),
-        "accepts always": healthy.but(rule=faults.accepts_always(SpeculativeSampling())),
-        "residual": healthy.but(rule=faults.residual_is_target(SpeculativeSampling())),
-        "temperature of q": healthy.but(rule=faults.judges_another_temperature(SpeculativeSampling(), 2.0)),
-        "one key": healthy.but(rule=faults.one_key_twice(SpeculativeSampling())),
+        "one request's temperature": healthy().but(target=one_other_temperature(markov(0))),
+        "accepts always": healthy().but(rule=faults.accepts_always(SpeculativeSampling())),
+        "residual": healthy().but(rule=faults.residual_is_target(SpeculativeSampling())),
+        "temperature of q": healthy().but(rule=faults.judges_another_temperature(SpeculativeSampling(), 2.0)),
+        "one key": healthy().but(rule=faults.one_key_twice(SpeculativeSampling())),
         "hides draws": hides,
     }
 
@@ -139,15 +133,15 @@ def test_one_requests_wrong_options_are_found_where_it_stands() -> None:
 def test_findings_hold_for_a_correct_stack_and_fail_for_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 250 steps each, which are a second here."""
     VirtualTime(monkeypatch, step_s=0.004)
-    healthy = Stack(markov(0), chain(), SpeculativeSampling(), entropy=7)
+    sound = healthy().but(entropy=7)
     told: list[float] = []
-    tokens, joint = Statistics().run(Context(healthy, TEXTS, WARM, 4, 1.0, told.append))
+    tokens, joint = Statistics().run(Context(sound, TEXTS, WARM, 4, 1.0, told.append))
     assert tokens.status is joint.status is Status.HOLDS
     assert 0.0 < tokens.facts["smallest_detectable_tv"] < 0.5
     assert joint.facts["answers"] >= 32
     assert told == sorted(told)
     assert told[-1] == 1.0
-    broken = healthy.but(rule=faults.accepts_always(SpeculativeSampling()))
+    broken = sound.but(rule=faults.accepts_always(SpeculativeSampling()))
     tokens, joint = Statistics().run(Context(broken, TEXTS, WARM, 4, 1.0, told.append))
     assert tokens.status is Status.FAILS
 

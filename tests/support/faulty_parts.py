@@ -9,18 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from truedraft.certify.faults import as_bfloat16_draws, commits_wrongly, given_another, judging
+from truedraft.certify.faults import commits_wrongly, given_another
 from truedraft.core import probs as L
-from truedraft.core.budget import Budget
-from truedraft.core.noise import Noise, Purpose
 from truedraft.core.params import SamplingParams
-from truedraft.core.proposal import DrawKind, Proposal
-from truedraft.core.tree import TokenTree
-from truedraft.core.verdict import Origin, Verdict
-from truedraft.drafters import Drafter, DraftModel
-from truedraft.drafters.base import DraftRequest
-from truedraft.drafters.draws import Drawing, OpenNode
-from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.models.base import LanguageModel
 from truedraft.models.cache import RequestCache
 from truedraft.testing import altered
@@ -28,97 +19,10 @@ from truedraft.verification import Rule
 
 Changed = TypeVar("Changed")
 
-# ------------------------------------------------------------------------------------------------ drafters
-
-
-def drawing(drafter: Drafter, how: Drawing) -> Drafter:
-    """A draft model that draws for sampled requests in another way."""
-    assert isinstance(drafter, DraftModel)
-    make = drafter._builder
-
-    def builder(request: DraftRequest, budget: Budget, noise: Noise) -> TreeBuilder:
-        made = make(request, budget, noise)
-        if not request.params.greedy:
-            made.drawing = how
-        return made
-
-    return altered(drafter, _builder=builder)
-
-
-class GumbelTokens(Drawing):
-    """argmax(log q + g), g the Gumbel noise of the token's place: by itself as right as any other way."""
-
-    kind = DrawKind.INDEPENDENT
-
-    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
-        probs = L.probs_from_logits(logits, params)
-        noise = torch.stack([node.noise.gumbel(node.depth, probs.shape[-1], probs.device) for node in nodes])
-        return (probs.double().log() + noise).argmax(dim=-1)[:, None], probs
-
-
-def draws_by_gumbel(drafter: Drafter) -> Drafter:
-    """A draft model that draws by `GumbelTokens`."""
-    return drawing(drafter, GumbelTokens())
-
-
-class BfloatTokens(Drawing):
-    """Inverts a cumulative sum in bfloat16, and tells the q of float32: small cells vanish or grow to 1/256."""
-
-    kind = DrawKind.INDEPENDENT
-
-    def draw(self, logits: Tensor, params: SamplingParams, nodes: Sequence[OpenNode]) -> tuple[Tensor, Tensor]:
-        probs = L.probs_from_logits(logits, params)
-        numbers = [node.noise.uniform(Purpose.DRAFT, node.depth, node.first_child) for node in nodes]
-        return L.draw(as_bfloat16_draws(probs), torch.tensor(numbers, dtype=torch.float64))[:, None], probs
-
-
-def draws_in_bfloat16(drafter: Drafter) -> Drafter:
-    """A draft model that draws by `BfloatTokens`."""
-    return drawing(drafter, BfloatTokens())
-
-
-def cuts_unlikely_draws(drafter: Drafter, least: float) -> Drafter:
-    """Looks at the tokens drawn and cuts the chain before the first that the draft gave less than `least`."""
-
-    def propose(batch: Sequence[DraftRequest], budgets: Sequence[Budget], noise: Sequence[Noise]) -> list[Proposal]:
-        return [_cut(own, least) for own in drafter.propose(batch, budgets, noise)]
-
-    return altered(drafter, propose=propose)
-
-
-def _cut(chain: Proposal, least: float) -> Proposal:
-    if chain.probs is None:
-        return chain
-    ids = chain.tree.host_ids
-    length = next((i for i, token in enumerate(ids) if float(chain.probs[i, token]) < least), len(ids))
-    if length == len(ids):
-        return chain
-    if not length:
-        return Proposal.empty()
-    return Proposal(TokenTree.chain(ids[:length]), (*chain.draws[:length], ()), chain.probs[:length])
-
-
-# ------------------------------------------------------------------------------------------------ rules
-
 
 def replaced_probs(rule: Rule, change: Callable[[Tensor], Tensor]) -> Rule:
     """A rule that judges against other distributions than the engine made for it."""
     return given_another(rule, lambda proposal, probs, noise: (proposal, change(probs), noise))
-
-
-def recovers_by_the_same_noise(rule: Rule) -> Rule:
-    """After a rejection takes argmax(log residual + g), g the noise that drew the rejected token."""
-
-    def redrawn(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
-        if verdict.final is not Origin.RECOVERED:
-            return verdict
-        row = verdict.path[-1] + 1 if verdict.path else 0
-        assert proposal.probs is not None
-        left = L.residual(probs[row], proposal.probs[proposal.draws[row][0].dist])
-        token = int((left.double().log() + noise.gumbel(len(verdict.path), len(left), left.device)).argmax())
-        return replace(verdict, tokens=(*verdict.tokens[:-1], token))
-
-    return judging(rule, redrawn)
 
 
 def nucleus_off_by_one(p: Tensor, top_p: float, more: int) -> Tensor:
@@ -135,9 +39,6 @@ def llama_cpp_filters(p: Tensor, params: SamplingParams) -> Tensor:
     logits = p.log()
     kept = L.probs_from_logits(logits, replace(params, temperature=1.0))
     return L.probs_from_logits(kept.log(), SamplingParams(temperature=params.temperature))
-
-
-# ------------------------------------------------------------------------------------------------ states
 
 
 def keeps_rejected(model: LanguageModel) -> LanguageModel:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reversed_layers, theta_of, untrained
 from support.embedded_models import embedded
-from training.conftest import SHAPE
+from training.conftest import LEARNING, SHAPE, pretrained
 from truedraft import load_model
 from truedraft.drafters.exporting import ExportTarget
 from truedraft.kinds.block.training import DFlashTrainingConfig

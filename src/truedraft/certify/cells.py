@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -156,7 +156,7 @@ def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | Non
     there = cases if device is None else [case.to(device) for case in cases]
     found: list[Cell] = []
     front = [Cell(i, {}, 1.0, Verdict((), (), Origin.BONUS)) for i in range(len(cases))]
-    predicted = _Predicted(rule, cases)
+    edges_of = _predictor(rule, cases)
     while front:
         scripts = [{key: (low + high) / 2 for key, (low, high) in cell.sides.items()} for cell in front]
         verdicts = verdicts_of(rule, [there[cell.case] for cell in front], list(map(ScriptedNoise, scripts)))
@@ -167,7 +167,7 @@ def decision_cells(rule: Rule, cases: Sequence[Case], device: torch.device | Non
             if key is None:
                 found.append(Cell(cell.case, cell.sides, cell.mass, verdict))
             else:
-                still.append((cell, key, predicted.edges(cell.case, script, key, verdict)))
+                still.append((cell, key, edges_of(cell.case, script, key, verdict)))
         _find(rule, there, [edge for _, _, edges in still for edge in edges])
         front = [
             Cell(cell.case, {**cell.sides, key: (low, high)}, cell.mass * (high - low), cell.verdict)
@@ -264,61 +264,50 @@ def _walked(rule: Rule, case: Case, verdict: Verdict) -> Iterator[tuple[int, tup
         row = verdict.path[depth - 1] + 1
 
 
-def _ends_above(token: int, verdict: Verdict) -> bool:
-    return verdict.tokens[-1] > token
+def _predictor(rule: Rule, cases: Sequence[Case]) -> Callable[[int, Script, Key, Verdict], list[_Edge]]:
+    """A function to the edges of a decision, from a case, the numbers before it, its key and a verdict."""
+    kernel = cache(lambda index: kernel_probs(rule, cases[index]))
 
+    @cache
+    def final(index: int, path: Prefix) -> list[float]:
+        found = [0.0] * cases[index].probs.shape[-1]
+        for verdict, mass in kernel(index).items():
+            if verdict.path == path:
+                found[verdict.tokens[-1]] += mass
+        left = sum(found)
+        return [mass / left for mass in found] if left else found
 
-class _Predicted:
-    def __init__(self, rule: Rule, cases: Sequence[Case]) -> None:
-        self._rule = rule
-        self._cases = cases
-        self._probs: dict[int, VerdictProbs] = {}
-        self._finals: dict[tuple[int, Prefix], list[float]] = {}
-        self._accepts: dict[tuple[int, int], list[float]] = {}
+    @cache
+    def accepting(index: int, group: tuple[int, ...]) -> list[float]:
+        """The number below which each decision accepts after all earlier ones rejected; later ones may be missing."""
+        outcomes = outcomes_of(rule, cases[index], group)
+        accepted = [outcome for outcome in outcomes if outcome.accepted]
+        left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
+        # One decision accepts one draw of a tree row, or a prefix of a longer group with any token after it.
+        single = not rule.joins(cases[index].proposal.draws[group[0]])
+        found: list[float] = []
+        for _, same in itertools.groupby(reversed(accepted), key=id if single else lambda each: each.accepted):
+            mass = sum(outcome.probability for outcome in same)
+            left += mass
+            found.insert(0, mass / left if left > 0.0 else 0.0)
+        return found
 
-    def edges(self, index: int, script: Script, key: Key, verdict: Verdict) -> list[_Edge]:
+    def ends_above(token: int) -> Callable[[Verdict], bool]:
+        return lambda verdict: verdict.tokens[-1] > token
+
+    def edges(index: int, script: Script, key: Key, verdict: Verdict) -> list[_Edge]:
         purpose, depth, number = key
         if purpose is not Purpose.ACCEPT:
-            places = itertools.accumulate(self._final(index, verdict.path)[:-1])
-            return [
-                _Edge(index, script, key, partial(_ends_above, token), min(each, 1.0))
-                for token, each in enumerate(places)
-            ]
-        case = self._cases[index]
-        start, group = next(
-            each for each in _walked(self._rule, case, verdict) if each[0] <= depth < each[0] + len(each[1])
-        )
-        child = case.proposal.draws[group[depth - start]][number].child
-        accepts = self._accepting(index, group)
+            places = itertools.accumulate(final(index, verdict.path)[:-1])
+            return [_Edge(index, script, key, ends_above(token), min(each, 1.0)) for token, each in enumerate(places)]
+        draws = cases[index].proposal.draws
+        walked = _walked(rule, cases[index], verdict)
+        start, group = next(each for each in walked if each[0] <= depth < each[0] + len(each[1]))
+        child = draws[group[depth - start]][number].child
+        accepts = accepting(index, group)
         # In a group of several tree rows the longest prefix decides first.
-        place = len(group) - 1 - (depth - start) if self._rule.joins(case.proposal.draws[group[0]]) else number
+        place = len(group) - 1 - (depth - start) if rule.joins(draws[group[0]]) else number
         guess = accepts[place] if place < len(accepts) else 0.5
         return [_Edge(index, script, key, lambda verdict: verdict.path[depth : depth + 1] != (child,), guess)]
 
-    def _final(self, index: int, path: Prefix) -> list[float]:
-        if (index, path) not in self._finals:
-            if index not in self._probs:
-                self._probs[index] = kernel_probs(self._rule, self._cases[index])
-            final = [0.0] * self._cases[index].probs.shape[-1]
-            for verdict, mass in self._probs[index].items():
-                if verdict.path == path:
-                    final[verdict.tokens[-1]] += mass
-            left = sum(final)
-            self._finals[index, path] = [mass / left for mass in final] if left else final
-        return self._finals[index, path]
-
-    def _accepting(self, index: int, group: tuple[int, ...]) -> list[float]:
-        """The number below which each decision accepts after all earlier ones rejected; later ones may be missing."""
-        if (index, group[0]) not in self._accepts:
-            outcomes = outcomes_of(self._rule, self._cases[index], group)
-            accepted = [outcome for outcome in outcomes if outcome.accepted]
-            left = sum(outcome.probability for outcome in outcomes if not outcome.accepted)
-            # One decision accepts one draw of a tree row, or a prefix of a longer group with any token after it.
-            single = not self._rule.joins(self._cases[index].proposal.draws[group[0]])
-            found: list[float] = []
-            for _, same in itertools.groupby(reversed(accepted), key=id if single else lambda each: each.accepted):
-                mass = sum(outcome.probability for outcome in same)
-                left += mass
-                found.insert(0, mass / left if left > 0.0 else 0.0)
-            self._accepts[index, group[0]] = found
-        return self._accepts[index, group[0]]
+    return edges

@@ -192,7 +192,8 @@ class ComparedControls(Check):
             context = Context(stack, [prompt], own, len(prompts))
             counted.comparison.add(right[number], wrong[number], context, number, has_margins=False)
             tokens = wrong[number].token_ids
-            choices = _target_choices(stack, prompt, tokens, own)
+            (logits,) = plain_logits(stack.target, [(prompt, tokens)])
+            choices = [chooser(own, place, row)(row) for place, row in enumerate(logits, len(prompt))]
             counted.others += sum(mine != theirs for mine, theirs in zip(tokens, choices, strict=True))
 
 
@@ -206,15 +207,6 @@ class Shown:
     test: str
     setting: str  # what was not the user's own, in words
     certified: Mapping[str, Any]  # facts of the tests when they certified; here they get no more tokens
-    over: bool  # the time is up
-
-    @classmethod
-    def so_far(cls, tests: TokenTests, sizes: Tensor, setting: str, certified: Mapping[str, Any], over: bool) -> Shown:
-        results = tests.results()
-        best = min(results, key=lambda result: result.p_value)
-        adjusted = min(1.0, len(results) * best.p_value)
-        size = float(sizes.mean()) if tests.tokens else 0.0
-        return cls(tests.tokens, size, adjusted, best.name, setting, certified, over)
 
     @property
     def strong(self) -> bool:
@@ -223,10 +215,6 @@ class Shown:
     @property
     def found(self) -> bool:
         return self.p_value < self.certified["false_alarm"]
-
-    @property
-    def done(self) -> bool:
-        return self.found or self.tokens >= self.certified["tokens"] or self.over
 
     def finding(self, name: str) -> Finding:
         caught, detectable = self.strong and self.found, self.certified["smallest_detectable_tv"]
@@ -318,8 +306,12 @@ class _Setting:
                 counts = size >= ROOM
                 sizes.append(size[counts])
                 tests.add(scored, counts)
-            shown = Shown.so_far(tests, torch.cat(sizes), self.words, certified, deadline.over)
-            if shown.done:
+            results = tests.results()
+            best = min(results, key=lambda result: result.p_value)
+            adjusted = min(1.0, len(results) * best.p_value)
+            off = float(torch.cat(sizes).mean()) if tests.tokens else 0.0
+            shown = Shown(tests.tokens, off, adjusted, best.name, self.words, certified)
+            if shown.found or shown.tokens >= certified["tokens"] or deadline.over:
                 return shown
         raise AssertionError("answers do not run out")
 
@@ -417,8 +409,3 @@ class _Counted:
             "setting": control.detail,
         }
         return Finding(Part.CONTROLS, control.name, status, f"{verdict}; {said}", facts)
-
-
-def _target_choices(stack: Stack, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> list[int]:
-    (logits,) = plain_logits(stack.target, [(prompt, answer)])
-    return [chooser(params, place, row)(row) for place, row in enumerate(logits, len(prompt))]

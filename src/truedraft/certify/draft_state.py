@@ -7,7 +7,7 @@ target verifies whatever is proposed. So it is measured and does not fail a cert
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,9 +127,7 @@ class DraftState(Check):
 
         def compare(group: Sequence[Sequence[int]], deadline: Deadline) -> None:
             try:
-                for _ in _compare(replace(context, prompts=group), name, found, deadline):
-                    if whole.over:
-                        return
+                _compare(replace(context, prompts=group), name, found, deadline, whole)
             except OutOfTimeError:
                 found.out_of_time = not found.compared
                 raise
@@ -140,7 +138,7 @@ class DraftState(Check):
         return found.finding(name)
 
 
-def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline) -> Iterator[None]:
+def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline, whole: Deadline) -> None:
     stack, group, options = context.stack, context.prompts, as_greedy(context.params)
     members = stack.drafter.members
     original = Guesses(members[name], checks_caches=True)
@@ -156,7 +154,8 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
         limit = len(prompt) + options.max_tokens
         for guess in _some([each for each in original.of[own] if each.called and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
-        yield
+        if whole.over:
+            return
 
 
 def _some(guesses: Sequence[Guess]) -> list[Guess]:
@@ -250,14 +249,10 @@ class _Comparison:
             return Status.MEASURED, summary
         agree = f", and {len(self.caches)} caches agree with fresh forwards" if self.caches else ""
         if self.different:
-            return (
-                Status.MEASURED,
-                f"{summary}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}.",
-            )
-        return (
-            Status.HOLDS,
-            f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {original:.3f}.",
-        )
+            ties = f"{summary}{agree} up to rounding, so the draft's own near ties fell otherwise; {costs}."
+            return Status.MEASURED, ties
+        summary = f"{self.compared} proposals equal a fresh drafter's{agree}; draft acceptance rate {original:.3f}."
+        return Status.HOLDS, summary
 
 
 @torch.inference_mode()

@@ -27,10 +27,10 @@ from truedraft.certify.cells import (
     verdicts_of,
 )
 from truedraft.certify.checks import Check, Context, Finding, Part, ReportProgress, Status, share_of
-from truedraft.certify.worlds import Case, Choice, Prefix, World, build, worlds_for
+from truedraft.certify.worlds import Case, Choice, Prefix, World, build, case_of, worlds_for
 from truedraft.core.noise import KeyedNoise, Noise, Purpose
-from truedraft.core.proposal import Draw, DrawKind, Proposal
-from truedraft.core.tree import TokenTree, shape_of
+from truedraft.core.proposal import DrawKind, Proposal
+from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.verification import CoupledSampling, Rule
 from truedraft.verification.exact import distance, emitted_dist, target_dist
@@ -378,32 +378,19 @@ def _listed() -> list[World]:
 def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Case:
     """A tree with the `width` tokens of largest log q + G at each node, computed in plain Python."""
     table = world.drafters[0]
-    tokens: list[int] = []
-    parents: list[int] = []
-    paths: list[Prefix] = [()]
-    dists: list[Tensor] = []
-    draws: list[tuple[Draw, ...]] = []
-    row = 0
-    while row < len(paths):
-        path = paths[row]
-        draws.append(())
-        if len(path) < depth:
-            gumbel = noise.gumbel(len(path), table.vocab, _HOST)
+    level: list[Prefix] = [()]
+    drawn: dict[Prefix, list[tuple[int, DrawKind, int]]] = {}
+    for place in range(depth):
+        gumbel = noise.gumbel(place, table.vocab, _HOST).tolist()
+        for path in level:
             scores = [
                 math.log(weight) + g if weight else -math.inf
-                for weight, g in zip(table.weights(path), gumbel.tolist(), strict=True)
+                for weight, g in zip(table.weights(path), gumbel, strict=True)
             ]
             best = sorted(range(table.vocab), key=lambda token: (-scores[token], token))[:width]
-            draws[row] = tuple(Draw(len(tokens) + i, len(dists), DrawKind.COUPLED) for i in range(len(best)))
-            dists.append(table.probs(path))
-            tokens += best
-            parents += [row - 1] * len(best)
-            paths += [(*path, token) for token in best]
-        row += 1
-    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
-    proposal = Proposal(tree, tuple(draws), torch.stack(dists) if dists else None)
-    proposal.check()
-    return Case(1.0, proposal, torch.stack([world.target.probs(each) for each in paths]))
+            drawn[path] = [(0, DrawKind.COUPLED, token) for token in best]
+        level = [(*path, token) for path in level for _, _, token in drawn[path]]
+    return case_of(world, 1.0, drawn)
 
 
 class _LineNoise:

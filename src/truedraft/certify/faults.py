@@ -247,16 +247,13 @@ def judges_another_temperature(rule: Rule, temperature: float) -> Rule:
 
 def one_key_twice(rule: Rule) -> Rule:
     """The number that rejected a draft also draws the recovered token."""
-    return _with_noise(rule, lambda noise: _AtOtherKeys(noise, recovered=Purpose.ACCEPT))
+    return given_another(rule, lambda own, probs, noise: (own, probs, _AtOtherKeys(noise, recovered=Purpose.ACCEPT)))
 
 
 def coupled_one_key() -> Rule:
     """All tokens of a step share the Gumbel noise of its first."""
-    return _with_noise(CoupledSampling(), lambda noise: _AtOtherKeys(noise, gumbel_depths=0))
-
-
-def _with_noise(rule: Rule, wrong: Callable[[Noise], Noise]) -> Rule:
-    return given_another(rule, lambda proposal, probs, noise: (proposal, probs, wrong(noise)))
+    rule = CoupledSampling()
+    return given_another(rule, lambda own, probs, noise: (own, probs, _AtOtherKeys(noise, gumbel_depths=0)))
 
 
 def judging(rule: Rule, judged: Callable[[Verdict, Proposal, Tensor, Noise], Verdict]) -> Rule:
@@ -447,53 +444,37 @@ def dropped_below(least: float) -> Fault:
 
 def faults_of_judging() -> list[Fault]:
     """Possible faults of a rejection sampler, which sees only p and q."""
-    residual, low = L.residual, torch.minimum
-
-    def too_much(share: float) -> Fault:
-        return Fault(
-            "accepts too much", f"with min(1, p / {share:g} q)", lambda p, q: after(low(p / share, q), residual(p, q))
-        )
-
-    def too_little(share: float) -> Fault:
-        return Fault(
-            "accepts too little", f"with {share:g} min(1, p / q)", lambda p, q: after(share * low(p, q), residual(p, q))
-        )
-
-    def target_judged_at(temperature: float) -> Fault:
-        return Fault(
-            _OTHER_TEMPERATURE,
-            f"the target's, where drafts are judged, at {temperature:g}",
-            lambda p, q: judged(at_temperature(temperature, p), q, q),
-        )
-
+    low, residual, wrong = torch.minimum, L.residual, "the residual is wrong"
     shares, temperatures = (0.5, 0.8, 0.95), (2.0, 1.25, 0.8, 0.5)
-    others: list[tuple[str, str, Form]] = [
-        (RESIDUAL_IS_P.name, "without the drafted token", residual_without_drafted),
-        ("the residual is wrong", "max(0, q - p)", lambda p, q: after(low(p, q), residual(q, p))),
-        (
-            "the residual is wrong",
-            "the argmax of max(0, p - q), not a draw",
-            lambda p, q: after(low(p, q), argmax(p - q)),
-        ),
-        (
+
+    def accepting(name: str, detail: str, *, lenience: float = 1.0, factor: float = 1.0) -> Fault:
+        return Fault(name, detail, lambda p, q: after(factor * low(p / lenience, q), residual(p, q)))
+
+    return [
+        KEEPS_ALL,
+        *(accepting("accepts too much", f"with min(1, p / {share:g} q)", lenience=share) for share in shares),
+        *(accepting("accepts too little", f"with {share:g} min(1, p / q)", factor=share) for share in shares),
+        RESIDUAL_IS_P,
+        Fault(RESIDUAL_IS_P.name, "without the drafted token", residual_without_drafted),
+        Fault(wrong, "max(0, q - p)", lambda p, q: after(low(p, q), residual(q, p))),
+        Fault(wrong, "the argmax of max(0, p - q), not a draw", lambda p, q: after(low(p, q), argmax(p - q))),
+        Fault(
             "q is taken as 1",
             "drafted tokens are kept with p, and norm(max(0, p - q)) is drawn from",
             lambda p, q: after(p * q, residual(p, q)),
         ),
-        (
+        Fault(
             "emits what p forbids",
             "drafted tokens without target probability are kept",
             lambda p, q: after(low(p, q) + q * (p == 0.0), residual(p, q)),
         ),
-    ]
-    return [
-        KEEPS_ALL,
-        *map(too_much, shares),
-        *map(too_little, shares),
-        RESIDUAL_IS_P,
-        *(Fault(*each) for each in others),
         ONE_NUMBER,
         *map(draft_judged_at, temperatures),
-        *map(target_judged_at, temperatures),
+        *map(_target_judged_at, temperatures),
         *map(dropped_below, (0.1, 0.2, 0.3, 0.5)),
     ]
+
+
+def _target_judged_at(temperature: float) -> Fault:
+    detail = f"the target's, where drafts are judged, at {temperature:g}"
+    return Fault(_OTHER_TEMPERATURE, detail, lambda p, q: judged(at_temperature(temperature, p), q, q))

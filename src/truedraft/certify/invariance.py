@@ -180,19 +180,18 @@ class _Repetitions:
         return answer_of(request)
 
     def findings(self) -> list[Finding]:
-        found = [self._finding(name, comparison) for name, comparison in self._comparisons.items()]
+        found = []
+        for name, comparison in self._comparisons.items():
+            counted = comparison.untraced > 0 and not comparison.faults
+            explained = self._explained(comparison.compared) if counted else 0.0
+            others = "those of single requests"
+            found.append(comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained))
         if not self._has_margins:
             sentence = "Different budgets may change the tokens of requests without a seed, but not their distribution."
             if not self._stack.rule.lossless:
                 sentence = f"The rule {self._stack.rule.spec!r} is lossy: its distribution depends on what is drafted."
             found.append(Finding(Part.INVARIANCE, _BUDGETS, Status.DOES_NOT_APPLY, sentence))
         return found
-
-    def _finding(self, name: str, comparison: Comparison) -> Finding:
-        counted = comparison.untraced > 0 and not comparison.faults
-        explained = self._explained(comparison.compared) if counted else 0.0
-        others = "those of single requests"
-        return comparison.finding(Part.INVARIANCE, name, self._stack, others, explained=explained)
 
     def _explained(self, tokens: int) -> float:
         """Largest number of divergences of sampled answers that rounding explains; 0 if rows are bitwise equal.

@@ -24,7 +24,6 @@ from truedraft.certify.checks import (
     Finding,
     Part,
     ReportProgress,
-    Stack,
     Status,
     check_sound,
     numbered,
@@ -213,7 +212,12 @@ def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> 
     if found is None:
         return None
     prompt, kept, joint = found
-    engine = _reduced_stack(stack, kept).engine(_BATCH)
+    members = {
+        name: member if member.model is None else altered(member, model=reduced(member.model, kept))
+        for name, member in stack.drafter.members.items()
+    }
+    drafter = with_members(stack.drafter, members)
+    engine = stack.but(target=reduced(stack.target, kept), drafter=drafter).engine(_BATCH)
     cell_of = {tokens: cell for cell, tokens in enumerate(itertools.product(kept, repeat=_LOOKED_AT))}
     counts = torch.zeros(len(cell_of) + 1, dtype=torch.float64)
     calls = accepted = 0
@@ -229,14 +233,6 @@ def joint_result(context: Context, deadline: Deadline, tell: ReportProgress) -> 
             break
     probs = torch.cat([joint.flatten(), joint.new_zeros(1)])
     return JointResult(counts, probs, accepted / max(1, calls), kept)
-
-
-def _reduced_stack(stack: Stack, kept: Sequence[int]) -> Stack:
-    members = {
-        name: member if member.model is None else altered(member, model=reduced(member.model, kept))
-        for name, member in stack.drafter.members.items()
-    }
-    return stack.but(target=reduced(stack.target, kept), drafter=with_members(stack.drafter, members))
 
 
 def _best_prompt(

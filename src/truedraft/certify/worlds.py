@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +78,8 @@ class Case:
         return Case(self.probability, Proposal(tree, mine.draws, drafted), self.probs.to(device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    drawn: tuple[tuple[Choice, int], ...]
-    below: dict[int, _Drafted]
+Drawn = Mapping[Prefix, Sequence[tuple[int, DrawKind, int]]]
+"""For each path of a proposal the draws below it, in order: drafter, kind and token."""
 
 
 @dataclass(frozen=True)
@@ -121,27 +120,22 @@ class World:
         return plan
 
     def every_proposal(self) -> list[Case]:
-        return [_case(self, probability, drafted) for probability, drafted in self._drafts(())]
+        return [case_of(self, probability, drawn) for probability, drawn in self._drafts(())]
 
     def _fixed_token(self, choice: Choice, prefix: Prefix) -> int:
         weights = self.drafters[choice.drafter].weights(prefix)
         return sorted(range(len(weights)), key=lambda token: (-weights[token], token))[choice.rank % len(weights)]
 
-    def _drafts(self, prefix: Prefix) -> list[tuple[float, _Drafted]]:
-        found = []
-        for probability, drawn in self._draws(self.choices(prefix, prefix), prefix):
-            distinct = list(dict.fromkeys(token for _, token in drawn))
-            for combination in itertools.product(*(self._drafts((*prefix, token)) for token in distinct)):
-                mass = probability
-                for weight, _ in combination:
-                    mass *= weight
-                below = dict(zip(distinct, (each for _, each in combination), strict=True))
-                found.append((mass, _Drafted(drawn, below)))
-        return found
+    def _drafts(self, prefix: Prefix) -> Iterator[tuple[float, Drawn]]:
+        choices = self.choices(prefix, prefix)
+        for probability, tokens in self._draws(choices, prefix):
+            drawn = [(choice.drafter, choice.kind, token) for choice, token in zip(choices, tokens, strict=True)]
+            below = [list(self._drafts((*prefix, token))) for token in dict.fromkeys(tokens)]
+            for combination in itertools.product(*below):
+                mass = math.prod((weight for weight, _ in combination), start=probability)
+                yield mass, {prefix: drawn} | dict(itertools.chain(*(each.items() for _, each in combination)))
 
-    def _draws(
-        self, choices: Sequence[Choice], prefix: Prefix
-    ) -> Iterator[tuple[float, tuple[tuple[Choice, int], ...]]]:
+    def _draws(self, choices: Sequence[Choice], prefix: Prefix) -> Iterator[tuple[float, tuple[int, ...]]]:
         """Every outcome of the draws of a node. Probabilities come from integers, not from shared code."""
         for tokens in itertools.product(range(self.target.vocab), repeat=len(choices)):
             probability = 1.0
@@ -158,39 +152,31 @@ class World:
                 probability *= weights[token] / (sum(weights) - sum(weights[each] for each in taken))
                 taken.append(token)
             if probability > 0.0:
-                yield probability, tuple(zip(choices, tokens, strict=True))
+                yield probability, tokens
 
 
-def _case(world: World, probability: float, drafted: _Drafted) -> Case:
-    tokens: list[int] = []
+def case_of(world: World, probability: float, drawn: Drawn) -> Case:
+    """The proposal of some draws, breadth first."""
     parents: list[int] = []
-    draws: list[list[Draw]] = [[]]
+    draws: list[tuple[Draw, ...]] = []
     dists: list[Tensor] = []
-    paths: list[Prefix] = [()]
-
-    def add(row: int, drafted: _Drafted) -> None:
+    paths: list[Prefix] = [()]  # of tree rows
+    for row, path in enumerate(paths):  # grows on the way
         nodes: dict[int, int] = {}
         dist_of: dict[int, int] = {}
-        for choice, token in drafted.drawn:
+        own = []
+        for drafter, kind, token in drawn.get(path, ()):
             if token not in nodes:
-                nodes[token] = len(tokens)
-                tokens.append(token)
+                nodes[token] = len(parents)
                 parents.append(row - 1)
-                draws.append([])
-                paths.append((*paths[row], token))
-            dist = -1
-            if choice.kind is not DrawKind.DETERMINISTIC:
-                if choice.drafter not in dist_of:
-                    dist_of[choice.drafter] = len(dists)
-                    dists.append(world.drafters[choice.drafter].probs(paths[row]))
-                dist = dist_of[choice.drafter]
-            draws[row].append(Draw(nodes[token], dist, choice.kind))
-        for token, below in drafted.below.items():
-            add(nodes[token] + 1, below)
-
-    add(0, drafted)
-    tree = TokenTree.of_ids(tokens, shape_of(tuple(parents)))
-    proposal = Proposal(tree, tuple(map(tuple, draws)), torch.stack(dists) if dists else None)
+                paths.append((*path, token))
+            if kind is not DrawKind.DETERMINISTIC and drafter not in dist_of:
+                dist_of[drafter] = len(dists)
+                dists.append(world.drafters[drafter].probs(path))
+            own.append(Draw(nodes[token], -1 if kind is DrawKind.DETERMINISTIC else dist_of[drafter], kind))
+        draws.append(tuple(own))
+    tree = TokenTree.of_ids([path[-1] for path in paths[1:]], shape_of(tuple(parents)))
+    proposal = Proposal(tree, tuple(draws), torch.stack(dists) if dists else None)
     proposal.check()
     return Case(probability, proposal, torch.stack([world.target.probs(path) for path in paths]))
 

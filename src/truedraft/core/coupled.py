@@ -239,7 +239,7 @@ class LazyGumbelMax:
         if found is None:
             return None
         # The bound: `count` tokens have at most this E / p.
-        bound = max(_exponential(key, token) / float(dist[token]) for token in found.tolist())
+        bound = max(-math.log(open_unit(mix(key, token))) / float(dist[token]) for token in found.tolist())
         scale = _SLACK / (bound * 2.0**64)
         if not scale > _LEAST_SCALE:
             return None
@@ -283,7 +283,3 @@ class LazyGumbelMax:
             np.multiply(bits, np.uint64(MIX_2), out=bits)
             np.bitwise_or(bits, np.uint64((1 << 33) - 1), out=bits)
             np.copyto(own, bits.view(np.int64), casting="unsafe")
-
-
-def _exponential(key: int, token: int) -> float:
-    return -math.log(open_unit(mix(key, token)))

@@ -87,7 +87,8 @@ class Proposal:
     @classmethod
     def chain(cls, tokens: Tensor, probs: Tensor, kind: DrawKind = DrawKind.INDEPENDENT) -> Proposal:
         """One path, token i drawn from row i of `probs` `[length, vocab]`."""
-        return cls(TokenTree.chain(tokens), _chain_draws(len(tokens), kind), probs)
+        draws = (*((Draw(i, i, kind),) for i in range(len(tokens))), ())
+        return cls(TokenTree.chain(tokens), draws, probs)
 
 
 @lru_cache(maxsize=1024)
@@ -138,10 +139,6 @@ def check_ids(name: str, tree: TokenTree, vocab: int) -> None:
     ids = tree.host_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         raise DrafterError(f"drafter {name!r} proposed ids outside 0 to {vocab - 1}: {ids}")
-
-
-def _chain_draws(length: int, kind: DrawKind) -> tuple[tuple[Draw, ...], ...]:
-    return (*((Draw(child=i, dist=i, kind=kind),) for i in range(length)), ())
 
 
 @lru_cache(maxsize=1024)

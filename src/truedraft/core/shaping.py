@@ -134,9 +134,7 @@ class Shaping:
             tail = (*self._tokens[max(self._first, len(self._tokens) - longest) :], *path)[-longest:]
             banned += [(row, word[-1]) for word in self._words if tail[1 - len(word) :] == word[:-1]]
         if banned:
-            at, ids = transfers.upload([each for pair in zip(*banned, strict=True) for each in pair], rows.device).view(
-                2, -1
-            )
+            at, ids = transfers.upload(np.array(banned).T.copy(), rows.device)
             rows[at, ids] = -math.inf
 
     def _penalise(self, rows: Tensor, paths: Sequence[Path], tables: _Tables) -> None:
@@ -147,9 +145,7 @@ class Shaping:
         """
         own = [(row, token, path.count(token)) for row, path in enumerate(paths) for token in dict.fromkeys(path)]
         if own:
-            at, ids = transfers.upload([*(each[0] for each in own), *(each[1] for each in own)], rows.device).view(
-                2, -1
-            )
+            at, ids = transfers.upload(np.array([(row, token) for row, token, _ in own]).T.copy(), rows.device)
             ids = ids.clamp(0, self._vocab - 1)  # ids that do not exist are reported later
             lost = [self._lost(self._counts.get(token, 0) + count) for _, token, count in own]
             fixed = self._repeated(rows[at, ids]) - transfers.upload(lost, rows.device, rows.dtype)

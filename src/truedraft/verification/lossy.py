@@ -302,7 +302,7 @@ class _Node:
     p: Tensor  # [vocab]
     noise: Noise
     depth: int
-    measures: list[float] = field(default_factory=list)
+    divergence: Divergence = field(init=False)
 
     @property
     def sampled(self) -> bool:
@@ -327,45 +327,31 @@ def lenient_divergence(
     noise: Sequence[Noise],
     paths: Sequence[Sequence[int]],
 ) -> list[tuple[Divergence, ...]]:
-    """For each request the divergence of every token on its accepted path, and of the token after it."""
+    """For each request the divergence of every token on its accepted path, and of the token after it; one transfer."""
     requests = [
         [_Node(proposal, proposal.draws[row], table[row], own, depth) for depth, row in enumerate(rows)]
         for proposal, table, own, rows in zip(
             proposals, probs, noise, ([0, *(node + 1 for node in path)] for path in paths), strict=True
         )
     ]
-    nodes = list(itertools.chain.from_iterable(requests))
-    _measure(nodes, lenience)
-    return [tuple(_divergence(node, lenience) for node in each) for each in requests]
-
-
-def _divergence(node: _Node, lenience: float) -> Divergence:
-    largest, *rest = node.measures
-    distance, kl = rest if node.sampled else divergence_of_candidates(rest, lenience)
-    return Divergence.of_token(distance, kl, largest)
-
-
-def _measure(nodes: Sequence[_Node], lenience: float) -> None:
-    """Set each node's measures in one transfer: max p, then total variation and KL, or p of its candidates."""
     alike: dict[tuple[object, ...], list[_Node]] = {}
-    for node in nodes:
-        if node.sampled:
-            alike.setdefault(node.likeness, []).append(node)
-    measured = [node for node in nodes if not node.sampled]
+    measured: list[_Node] = []
+    for node in itertools.chain.from_iterable(requests):
+        (alike.setdefault(node.likeness, []) if node.sampled else measured).append(node)
+    # Max p, then p of the candidates, or total variation and KL.
     tensors = [torch.cat([node.p.amax()[None], node.p[node.candidates]]) for node in measured]
     for group in alike.values():
         p = torch.stack([node.p for node in group])
-        columns = (p.amax(dim=-1).double(), *_measures(lenient_dist(p, _stacked(group), lenience), p))
+        emitted = lenient_dist(p, _stacked(group), lenience)
+        distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
+        ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
+        kl = torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)
         measured += group
-        tensors += torch.stack(columns, dim=-1).unbind()
-    for node, numbers in zip(measured, transfers.fetch(tensors), strict=True):
-        node.measures = numbers
-
-
-def _measures(emitted: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    distance = 0.5 * (emitted - p).abs_().sum(dim=-1, dtype=torch.float64)
-    ratio = emitted / p.clamp_min(torch.finfo(p.dtype).tiny)
-    return distance, torch.special.xlogy(emitted, ratio).sum(dim=-1, dtype=torch.float64)
+        tensors += torch.stack((p.amax(dim=-1).double(), distance, kl), dim=-1).unbind()
+    for node, (largest, *rest) in zip(measured, transfers.fetch(tensors), strict=True):
+        off, kl_nats = rest if node.sampled else divergence_of_candidates(rest, lenience)
+        node.divergence = Divergence.of_token(off, kl_nats, largest)
+    return [tuple(node.divergence for node in each) for each in requests]
 
 
 def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
@@ -375,18 +361,13 @@ def _stacked(group: Sequence[_Node]) -> list[NodeDraw]:
     for place, draw in enumerate(draws):
         q = torch.stack([_dist_of(node, node.draws[place]) for node in group])
         uniform = None
-        if _depends_on(draw, draws[place + 1 :]):
+        again = any(each.dist == draw.dist and each.kind is draw.kind for each in draws[place + 1 :])
+        if again and draw.kind is DrawKind.WITHOUT_REPLACEMENT:
             # Index 0 draws the recovered token; indices above it are not used elsewhere.
             numbers = [node.noise.uniform(Purpose.RECOVERED, node.depth, 1 + place) for node in group]
             uniform = torch.tensor(numbers, dtype=torch.float64).to(q.device, non_blocking=True)
         stacked.append(NodeDraw(dists.index(draw.dist), q, draw.kind, uniform))
     return stacked
-
-
-def _depends_on(draw: Draw, later: Sequence[Draw]) -> bool:
-    return draw.kind is DrawKind.WITHOUT_REPLACEMENT and any(
-        each.dist == draw.dist and each.kind is draw.kind for each in later
-    )
 
 
 def _dist_of(node: _Node, draw: Draw) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from truedraft import verification  # whose rules load on first use
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number
 
@@ -43,10 +44,8 @@ def rule_words(spec: str) -> Words:
 
 
 def _speculative(options: Options) -> Rule:
-    from truedraft.verification import LenientSampling, SpeculativeSampling
-
     lenience = options.get("lenience", 1.0)
-    return SpeculativeSampling() if lenience == 1.0 else LenientSampling(lenience)
+    return verification.SpeculativeSampling() if lenience == 1.0 else verification.LenientSampling(lenience)
 
 
 def _block(options: Options) -> Rule:
@@ -54,20 +53,12 @@ def _block(options: Options) -> Rule:
         raise OptionError(
             f"rule 'block' is lossless and has no lenience; take speculative,lenience={options['lenience']:g}"
         )
-    from truedraft.verification import BlockVerification
-
-    return BlockVerification()
-
-
-def _typical(options: Options) -> Rule:
-    from truedraft.verification import TypicalAcceptance
-
-    return TypicalAcceptance(**options)
+    return verification.BlockVerification()
 
 
 _MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
     "speculative": (_speculative, ("lenience",)),
     # Listed so that the error names the rule with this option.
     "block": (_block, ("lenience",)),
-    "typical": (_typical, ("epsilon", "delta")),
+    "typical": (lambda options: verification.TypicalAcceptance(**options), ("epsilon", "delta")),
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from truedraft.core import transfers
 from truedraft.core.noise import Noise, Purpose, UniformKeys, uniforms
-from truedraft.core.proposal import Draw, DrawKind, Proposal, deterministic_draws, drafted_tokens
+from truedraft.core.proposal import Draw, DrawKind, Proposal, drafted_tokens
 from truedraft.core.tree import TreeShape
 from truedraft.core.verdict import Verdict
 from truedraft.verification.rule import HasKind, verdict_at
@@ -70,15 +70,13 @@ class _Layout:
     draws: Ints  # [4, draws]: row, column, node and distribution (-1 for candidates) of the draws of first runs
     key_of: Ints  # [draws]: indices into `keys`
     keys: Ints  # [2, keys]: depth and index of decisions; shared by siblings' subtrees, because a walk visits only one
-    later: tuple[_LaterRun, ...] = ()  # the other runs, by tree row and then by draw
-    rounds: int = 1  # most runs that a walk can reject
-    joint: tuple[int, ...] = ()  # tree rows for which `is_joint` is true
+    later: tuple[_LaterRun, ...]  # the other runs, by tree row and then by draw
+    rounds: int  # most runs that a walk can reject
+    joint: tuple[int, ...]  # tree rows for which `is_joint` is true
 
 
 @lru_cache(maxsize=1024)
 def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -> _Layout:
-    if draws is deterministic_draws(shape):
-        return _children_layout(shape)
     firsts: list[tuple[int, int, int, int]] = []
     later: list[_LaterRun] = []
     rejected = [0] * len(draws)  # most runs on the way to a tree row and there, but for the last one
@@ -96,24 +94,11 @@ def _layout(shape: TreeShape, draws: tuple[tuple[Draw, ...], ...], probs: int) -
             later.append(_LaterRun(row, index, draw.child, draw.dist, removed))
     joint = tuple(row for row, own in enumerate(draws) if is_joint(own))
     table = np.array(firsts, np.int64).reshape(-1, 4).T
+    depths, width = np.array((0, *shape.depths), np.int64), int(table[1].max(initial=0)) + 1
+    found, key_of = np.unique(depths[table[0]] * width + table[1], return_inverse=True)
+    keys = np.stack([found // width, found % width])
     rounds = 1 + max(rejected) if firsts else 0
-    return _Layout(shape, probs, table, *_keys(shape, table), tuple(later), rounds, joint)
-
-
-@lru_cache(maxsize=1024)
-def _children_layout(shape: TreeShape) -> _Layout:
-    columns = [place for nodes in shape.children for place in range(len(nodes))]
-    nodes = np.array([node for nodes in shape.children for node in nodes], np.int64)
-    rows = np.array(shape.parents, np.int64)[nodes] + 1
-    table = np.stack([rows, np.array(columns, np.int64), nodes, np.full(len(nodes), -1)])
-    return _Layout(shape, 0, table, *_keys(shape, table), rounds=int(len(nodes) > 0))
-
-
-def _keys(shape: TreeShape, draws: Ints) -> tuple[Ints, Ints]:
-    depths = np.array((0, *shape.depths), np.int64)
-    width = int(draws[1].max(initial=0)) + 1
-    found, key_of = np.unique(depths[draws[0]] * width + draws[1], return_inverse=True)
-    return key_of, np.stack([found // width, found % width])
+    return _Layout(shape, probs, table, key_of, keys, tuple(later), rounds, joint)
 
 
 class WalkPlan:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.letters import Letters
 from truedraft import SamplingParams
 from truedraft.certify import Report
 from truedraft.certify.checks import Status
@@ -18,7 +19,7 @@ from truedraft.certify.engines import certify_engine, compare_engines
 from truedraft.certify.engines.answer_probs import EXACT, AnswerProbs, Judge
 from truedraft.certify.engines.evidence import COPIED, WEIGHTS, Bets, Evidence, alternatives_for, ngram_candidates
 from truedraft.certify.engines.run import drafted
-from truedraft.certify.engines.under_test import check_lengths
+from truedraft.certify.engines.under_test import check_lengths, check_stops
 from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
 from truedraft.testing import MarkovModel
@@ -66,38 +67,55 @@ class Told(Peer):
         return Reply((token,), None, "length", (-0.5,), (shown,))
 
 
-def compared(one: Answers, two: Answers) -> Report:
-    prompts = [(token,) for token in one]
-    return compare_engines(Told(one), Told(two), prompts, SamplingParams())
+NEAR, APART = (3, 4, 0.01), (3, 4, 2.0)
 
 
-def test_greedy_answers_that_part_at_a_near_tie_are_no_deviation() -> None:
-    first = {1: (3, 4, 0.01), 2: (5, 6, 2.0)}
-    report = compared(first, {1: (4, 3, 0.01), 2: (5, 6, 2.0)})
-    assert not report.failures and report.findings[0].facts["near_ties"] == 1
-    assert compared(first, {1: (3, 4, 0.01), 2: (6, 5, 2.0)}).failures
+@pytest.mark.parametrize(
+    ("one", "two", "told", "status", "facts"),
+    [
+        ({1: NEAR, 2: APART}, {1: (4, 3, 0.01), 2: APART}, "raw", Status.HOLDS, {"near_ties": 1}),
+        ({1: NEAR, 2: APART}, {1: NEAR, 2: (4, 3, 2.0)}, "raw", Status.FAILS, {"same": 1}),
+        (
+            {1: APART, 2: APART},
+            {1: None, 2: APART},
+            "raw",
+            Status.HOLDS,
+            {"same": 1},
+        ),  # what is dropped shifts no other
+        # The end itself has no log-probabilities; going on has.
+        ({1: NEAR}, {1: ()}, "raw", Status.HOLDS, {"near_ties": 1}),
+        ({1: ()}, {1: APART}, "raw", Status.FAILS, {"near_ties": 0}),
+        ({1: NEAR}, {1: (4, 3, 0.01)}, "", Status.MEASURED, {"near_ties": 0}),
+    ],
+)
+def test_greedy_answers_part_at_near_ties_alone(
+    one: Answers, two: Answers, told: str, status: Status, facts: dict[str, int]
+) -> None:
+    peers = Told(one), Told(two)
+    for peer in peers:
+        peer.facts = replace(peer.facts, logprobs=told)
+    (found,) = compare_engines(*peers, [(token,) for token in one], SamplingParams()).findings
+    assert found.status is status and facts.items() <= found.facts.items()
 
 
-def test_a_greedy_answer_that_was_dropped_shifts_no_other() -> None:
-    first = {1: (3, 4, 2.0), 2: (5, 6, 2.0)}
-    report = compared(first, {1: None, 2: (5, 6, 2.0)})
-    assert not report.failures and report.findings[0].facts["same"] == 1
-
-
-def test_where_one_has_ended_the_other_tells_whether_that_was_a_near_tie() -> None:
-    """The end itself has no log-probabilities; going on has."""
-    longer = {1: (3, 4, 0.01)}
-    report = compare_engines(Told(longer), Told({1: ()}), [(1,)], SamplingParams())
-    assert report.findings[0].status is Status.HOLDS and report.findings[0].facts["near_ties"] == 1
-    report = compare_engines(Told({1: ()}), Told({1: (3, 4, 3.0)}), [(1,)], SamplingParams())
-    assert report.findings[0].status is Status.FAILS
-
-
-def test_greedy_answers_that_part_untold_are_measured() -> None:
-    one, two = Told({1: (3, 4, 0.01)}), Told({1: (4, 3, 0.01)})
-    one.facts = two.facts = replace(one.facts, logprobs="")
-    report = compare_engines(one, two, [(1,)], SamplingParams())
-    assert report.findings[0].status is Status.MEASURED
+@pytest.mark.parametrize(
+    ("reply", "ends", "wrong"),
+    [
+        (Reply((0, 1), "ab", "stop"), (), 0),
+        (Reply((0, 1, 2), None, "length"), (), 1),  # goes on past it
+        (Reply((0,), "a", "stop"), (), 1),  # ends before it
+        (Reply((0,), "a", "stop"), (5,), 0),  # which an end of text may do
+        (Reply((0,), "a", "length"), (), 0),
+        (Reply((0, 4), "ae", "stop"), (), 0),  # another answer than without the stop text
+    ],
+)
+def test_answers_end_at_their_stop_text(reply: Reply, ends: tuple[int, ...], wrong: int) -> None:
+    plain = Question((0,), SamplingParams(max_tokens=8))
+    stopped = replace(plain, params=replace(plain.params, stop=("c",)))
+    model = MarkovModel(torch.tensor([0.1] * 5 + [0.5]).expand(6, 6, 6), eos_token_ids=ends)
+    judge = Judge(model, FILTERS, EXACT)
+    found = check_stops([(stopped, reply)], [(plain, Reply((0, 1, 2, 3)))], Letters(6), judge)  # type: ignore[arg-type]
+    assert found.facts["wrong"] == wrong and (found.status is Status.FAILS) == bool(wrong)
 
 
 TARGET = MarkovModel.random(6, seed=1)

@@ -100,7 +100,10 @@ def certify_engine(
     engine = EngineUnderTest(peer, prompts, params, together, target.vocab_size)
     greedy = greedy_answers(engine, tokens, deadline)
     tell(Part.GREEDY, 1.0)
-    measured, differences = measured_allowance(target, rounded, _with_raw(peer, greedy))
+    raw = greedy
+    if peer.facts.logprobs != "raw":  # processed ones include temperature and filters, or are unknown
+        raw = [(question, replace(reply, logprobs=None)) for question, reply in greedy]
+    measured, differences = measured_allowance(target, rounded, raw)
     allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
     judge = Judge(target, peer.facts.filters, allowed, drafts)
     findings = [_of_greedy(judge, greedy, engine)]
@@ -115,13 +118,6 @@ def certify_engine(
     tell(Part.BEHAVIOUR, 1.0)
     more = {"allowance": allowed.log_ratio, "allowance_is": allowed.origin}
     return engine_report(findings, [engine], now() - began, **more)
-
-
-def _with_raw(peer: Peer, answered: Sequence[Answered]) -> Sequence[Answered]:
-    """Answers with raw log-probabilities or none: processed ones include temperature and filters, or are unknown."""
-    if peer.facts.logprobs == "raw":
-        return answered
-    return [(question, replace(reply, logprobs=None)) for question, reply in answered]
 
 
 def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: EngineUnderTest) -> Finding:

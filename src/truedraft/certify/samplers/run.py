@@ -109,16 +109,16 @@ class Tally:
 
 def worst_places(tallies: Sequence[Tally]) -> list[Finding]:
     """The worst world for each place, by the ratio of its distance to the one by chance."""
+
+    def excess(place: Finding) -> float:
+        by_chance, off = place.facts["by_chance"], float(place.facts["total_variation"])
+        return off / by_chance if by_chance else math.inf * off if off else 0.0
+
     worst: dict[str, Finding] = {}
     for tally in tallies:
         for place in tally.places():
-            worst[place.name] = max(worst.get(place.name, place), place, key=_excess)
+            worst[place.name] = max(worst.get(place.name, place), place, key=excess)
     return list(worst.values())
-
-
-def _excess(place: Finding) -> float:
-    by_chance, off = place.facts["by_chance"], float(place.facts["total_variation"])
-    return off / by_chance if by_chance else math.inf * off if off else 0.0
 
 
 def _place(name: str, world: SamplerWorld, observed: Tensor, exact: Tensor) -> Finding:
@@ -160,7 +160,7 @@ class Evidence:
 
     def log_parts(self) -> dict[str, float]:
         return {
-            "known": log_mean(self._of_suspects()),
+            "known": log_mean(self.of_suspects()),
             "any": log_mean(torch.tensor(self.log_e_of_worlds(), dtype=torch.float64)),
             "pairs": log_mean(self._of_pairs()),
         }
@@ -178,11 +178,8 @@ class Evidence:
                     found[number, kind] -= log_dirichlet(marginal, tally.world.target[0][0])
         return found.sum(0)
 
-    def log_likelihoods(self) -> Tensor:
-        """The likelihood ratio of each suspect `[suspects]` against p, at its best mixture share."""
-        return self._of_suspects().amax(-1)
-
-    def _of_suspects(self) -> Tensor:
+    def of_suspects(self) -> Tensor:
+        """The log likelihood ratio of each suspect `[suspects, strengths]`, mixed with p, against p."""
         terms = [ratios @ each.cells for each, ratios in zip(self.tallies, self._ratios, strict=True)]
         return torch.stack(terms).sum(0)
 
@@ -215,7 +212,7 @@ def diagnose(evidence: Evidence) -> dict[str, Any]:
         The fault, or `UNKNOWN` if a free fit is more likely; its detail; the next fault of another name, and the log10
         likelihood ratio to it; further observations, one sentence each.
     """
-    logs = evidence.log_likelihoods()
+    logs = evidence.of_suspects().amax(-1)  # at its best share in the mixture
     order = logs.argsort(descending=True).tolist()
     best = evidence.suspects[order[0]]
     other = next(number for number in order if evidence.suspects[number].name != best.name)

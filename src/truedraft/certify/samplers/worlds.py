@@ -180,18 +180,8 @@ def _candidate(vocab: int, rank: int) -> tuple[Probs, Probs]:
 _TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(-H))"
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """The distributions for verification at one depth, float64: p is the target's, q the draft's."""
-
-    p: Tensor  # [texts, vocab]: the target's
-    q: Tensor  # [texts, vocab]: the draft's
-    before: Tensor  # the target's one position earlier, after the text without its last token
-    after: Tensor  # [texts, vocab, vocab]: the target's one position later, after each token
-
-
-Step = Callable[[Level], tuple[Tensor, Tensor]]
-"""The mass `[texts, vocab]` of kept drafted tokens, and of tokens drawn after a rejection; together 1."""
+Step = Callable[[SamplerWorld, int], faults.Masses]
+"""Verification at a depth of a world: the masses are `[texts, vocab]`, float64."""
 
 
 def suspects() -> list[Fault]:
@@ -202,11 +192,7 @@ def suspects() -> list[Fault]:
     return [
         *faults_of_judging(),
         Fault(position, "by the target one token later", joint=partial(_joint, step=_too_late)),
-        Fault(
-            position,
-            "by the target one token earlier",
-            joint=partial(_joint, step=lambda level: faults.judged(level.before, level.q, level.q)),
-        ),
+        Fault(position, "by the target one token earlier", joint=partial(_joint, step=_too_early)),
         *(Fault(bonus, detail, joint=partial(_joint, bonus=drawn_from)) for detail, drawn_from in _BONUSES),
         Fault("shared noise", "one number judges all drafted tokens of a row", joint=_one_number_for_all),
         Fault(typical, f"{_TYPICAL}, then the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])),
@@ -234,7 +220,7 @@ def joint_of(fault: Fault, world: SamplerWorld) -> Tensor:
 
 
 def _judging(form: faults.Form) -> Step:
-    return lambda level: form(level.p, level.q)
+    return lambda world, depth: form(world.target[depth], world.draft[depth])
 
 
 _SOUND = _judging(faults.sound)
@@ -256,17 +242,10 @@ def _joint(
     cells = torch.zeros_like(world.joint)
     reach = torch.ones(1, dtype=torch.float64)  # probability that each text was drafted and kept
     for depth in range(world.drafted):
-        kept, recovered = step(_level(world, depth))
+        kept, recovered = step(world, depth)
         cells += world.continued((reach[:, None] * recovered).flatten())
         reach = (reach[:, None] * kept).flatten()
     return cells + (reach[:, None] * bonus(world)).flatten()
-
-
-def _level(world: SamplerWorld, depth: int) -> Level:
-    p = world.target[depth]
-    before = p if depth == 0 else world.target[depth - 1].repeat_interleave(world.vocab, dim=0)
-    after = world.target[depth + 1].view(len(p), world.vocab, world.vocab)
-    return Level(p, world.draft[depth], before, after)
 
 
 def _one_number_for_all(world: SamplerWorld) -> Tensor:
@@ -294,9 +273,15 @@ _BONUSES: tuple[tuple[str, Callable[[SamplerWorld], Tensor]], ...] = (
 )
 
 
-def _too_late(level: Level) -> tuple[Tensor, Tensor]:
+def _too_early(world: SamplerWorld, depth: int) -> faults.Masses:
+    before = world.target[depth - 1].repeat_interleave(world.vocab, dim=0) if depth else world.target[0]
+    return faults.judged(before, world.draft[depth], world.draft[depth])
+
+
+def _too_late(world: SamplerWorld, depth: int) -> faults.Masses:
     """After a drafted x: kept with min(1, p'(x) / q(x)), p' the target after x; else from norm(max(0, p' - q))."""
-    own = level.after.diagonal(dim1=-2, dim2=-1)
-    kept = level.q * faults.ratio(own, level.q).clamp_max(1.0)
-    left = L.residual(level.after, level.q[:, None].expand_as(level.after))  # [texts, drafted, vocab]
-    return kept, ((level.q - kept)[..., None] * left).sum(-2)
+    q = world.draft[depth]
+    later = world.target[depth + 1].view(len(q), world.vocab, world.vocab)  # [texts, drafted, vocab]
+    kept = q * faults.ratio(later.diagonal(dim1=-2, dim2=-1), q).clamp_max(1.0)
+    left = L.residual(later, q[:, None].expand_as(later))
+    return kept, ((q - kept)[..., None] * left).sum(-2)

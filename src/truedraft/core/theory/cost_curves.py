@@ -94,27 +94,18 @@ class CostSurface:
         return cls(tuple(map(float, rows)), tuple(map(float, contexts)), tuple(map(tuple, grid)))
 
     def __call__(self, rows: float, context: float) -> float:
-        inside_rows = min(rows, self.rows[-1])
-        seconds = self._along_contexts(inside_rows, min(context, self.contexts[-1]))
+        inside_rows, columns = min(rows, self.rows[-1]), list(zip(*self.seconds, strict=True))
+        # Both orders hold up to rounding; the fit mends the last bit.
+        at_rows = isotonic([_between_points(self.rows, column, inside_rows) for column in columns])
+        seconds = _between_points(self.contexts, at_rows, min(context, self.contexts[-1]))
         if context > self.contexts[-1]:
-            slope = _between_points(self.rows, self._context_slopes(), inside_rows)
-            seconds += (context - self.contexts[-1]) * slope
+            slopes = _largest_last_slopes(self.contexts, self.seconds)
+            seconds += (context - self.contexts[-1]) * _between_points(self.rows, slopes, inside_rows)
         if rows > self.rows[-1]:
             # The slope itself is extrapolated over the context: rows and context multiply.
-            seconds += (rows - self.rows[-1]) * _between_points(self.contexts, self._row_slopes(), context)
+            slopes = _largest_last_slopes(self.rows, columns)
+            seconds += (rows - self.rows[-1]) * _between_points(self.contexts, slopes, context)
         return seconds
-
-    def _along_contexts(self, rows: float, context: float) -> float:
-        # Both orders hold up to rounding; the fit mends the last bit.
-        at_rows = [_between_points(self.rows, column, rows) for column in zip(*self.seconds, strict=True)]
-        return _between_points(self.contexts, isotonic(at_rows), context)
-
-    def _context_slopes(self) -> tuple[float, ...]:
-        return _running_largest([_last_slope(self.contexts, line) for line in self.seconds])
-
-    def _row_slopes(self) -> tuple[float, ...]:
-        columns = zip(*self.seconds, strict=True)
-        return _running_largest([_last_slope(self.rows, column) for column in columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +292,11 @@ def _line(x0: float, y0: float, x1: float, y1: float, x: float) -> float:
     return y0 + slope * (x - x0) if x - x0 <= x1 - x else y1 + slope * (x - x1)
 
 
-def _last_slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    return (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
-
-
-def _running_largest(slopes: Sequence[float]) -> tuple[float, ...]:
-    return tuple(max(slopes[: place + 1]) for place in range(len(slopes)))
+def _largest_last_slopes(sizes: Sequence[float], lines: Sequence[Sequence[float]]) -> list[float]:
+    """For each line of seconds the steepest last slope of it and those before it."""
+    if len(sizes) == 1:
+        return [0.0] * len(lines)
+    return list(itertools.accumulate(((line[-1] - line[-2]) / (sizes[-1] - sizes[-2]) for line in lines), max))
 
 
 def _check_axis(name: str, sizes: Sequence[float]) -> None:
