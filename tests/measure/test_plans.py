@@ -183,7 +183,7 @@ def test_steps_that_draft_nothing_cost_no_rows() -> None:
 def test_break_even_and_batches() -> None:
     made = plan_of(chains(), row_s=0.002)
     (best,) = made.best()
-    over = dict(made.over_batches(best))
+    over = dict(made.there().over_batches(best))
     assert over[1] > 1.0 > over[64]
     first = made.break_even(best)
     assert first is not None

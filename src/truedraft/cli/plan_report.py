@@ -21,13 +21,9 @@ _SERVED_BATCH = 32  # the default of `truedraft serve`
 
 
 class PlanOutput:
-    """The output of a plan: a folder with a record and pictures as PNG and SVG, or a .json file with these next to it.
-
-    Args:
-        out: None writes nothing.
-        file: name of the record in a folder.
-
-    Raises DataError if it cannot be written, MissingExtraError for a folder without a plotting library.
+    """The output of a plan: a folder with a record of this name and pictures as PNG and SVG, or a .json file with these
+    next to it; without `out` nothing. Raises DataError if it cannot be written, MissingExtraError for a folder without
+    a plotting library.
     """
 
     def __init__(self, out: Path | None, file: str, terminal: Terminal) -> None:
@@ -55,15 +51,9 @@ class PlanOutput:
     def draw(
         self, name: str, lines: Mapping[str, Line], labels: tuple[str, str, str], log: bool = False, even: bool = False
     ) -> None:
-        """Draw lines as `name`.png and `name`.svg, if a plotting library is installed.
+        """Draw lines as `name`.png and `name`.svg, if a plotting library is installed; DataError if that fails.
 
-        Args:
-            lines: by their names in the legend.
-            labels: heading, x axis, y axis.
-            log: whether the x axis is logarithmic to base 2.
-            even: whether to draw a line at 1, where nothing is gained.
-
-        Raises DataError if a file cannot be written.
+        `log` and the labels are of `line_chart`; `even` also draws a line at 1, where nothing is gained.
         """
         if self.record is None or not can_draw() or not any(lines.values()):
             return
@@ -203,9 +193,7 @@ def draw_batches(
     made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
 ) -> None:
     """Draw the predicted speedup by batch size."""
-    over = {
-        each.option.drafter: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best
-    }
+    over = {each.option.drafter: list(made.there(what_if).over_batches(each)) for each in best}
     labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
     output.draw(name, over, labels, log=True, even=True)
 

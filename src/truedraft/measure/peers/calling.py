@@ -59,15 +59,8 @@ class Patience:
 class Caller:
     """Sends JSON requests to one server; safe to share between threads.
 
-    Args:
-        url: with or without /v1.
-        tell: called once with a sentence when the server is busy.
-        follows: whether to follow redirects. The key is not sent to another host, nor to http after https.
-        key_from: where a key is configured, for messages.
-
-    Attributes:
-        url: without /v1, user name and password.
-
+    `tell` is called once with a sentence when the server is busy; `key_from` says in messages where a key is
+    configured. With `follows` redirects are followed, but the key is not sent to another host, nor to http after https.
     Raises OptionError if the address or the key cannot be used.
     """
 
@@ -85,14 +78,13 @@ class Caller:
     ) -> None:
         import httpx2
 
-        self._root = _root(url)
+        self._root = _root(url)  # without /v1
         self.url = str(self._root.copy_with(username=None, password=None)).rstrip("/")
         self._has_key = api_key is not None
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key):
             raise OptionError(
                 "holds what no HTTP header can: a key is printable ASCII without spaces around it", field="api_key"
             )
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout_s = timeout_s
         self._key_from = key_from
         self._patience = patience or Patience()
@@ -101,14 +93,12 @@ class Caller:
         self._guard = threading.Lock()
         self._free_at = -float("inf")  # when the next request may be sent
         self._notified = False
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        here = self._root.host in ("localhost", "127.0.0.1", "::1")  # proxies do not apply
         self._client = httpx2.Client(
-            headers=headers,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECTING_S)),
-            limits=limits,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
-            trust_env=not here,
+            trust_env=self._root.host not in ("localhost", "127.0.0.1", "::1"),  # where proxies do not apply
             follow_redirects=follows,
         )
 
@@ -231,10 +221,8 @@ class Caller:
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
         try:
             with self._client.stream(method, url, json=body) as response:
-                if response.request.method == method:
-                    yield response
-                else:  # a redirect changed the method
-                    yield response.history[-1]
+                redirected = response.request.method != method  # so this is no answer to it
+                yield response.history[-1] if redirected else response
         except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
             target = error.request.url
             at = self.url if target.netloc == self._root.netloc else f"{target.scheme}://{target.netloc.decode()}"

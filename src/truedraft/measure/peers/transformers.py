@@ -98,11 +98,9 @@ def universal_way(
 
 
 class Generate(Peer):
-    """`generate` as a peer.
+    """`generate` as a peer, with at most `together` questions without seeds in one call; they are left-padded.
 
-    Args:
-        together: most questions without seeds in one call; they are left-padded.
-        seed: of calls for questions without seeds, so that a run can be repeated.
+    `seed` is of these calls, so that a run can be repeated.
     """
 
     def __init__(
@@ -121,17 +119,19 @@ class Generate(Peer):
         self._seed = seed
         self._calls = 0
         # One object for all calls: with the heuristic schedule, generate keeps its state in it.
-        self._schedule = None if self.way.setting is None else _schedule_of(self.way.setting)
-        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
-        self.facts = PeerFacts(
-            "transformers",
-            transformers.__version__,
-            FILTERS,
-            takes,
-            gives_ids=True,
-            logprobs="raw",
-            more={"way": self.way.name, "together": self._together},
+        self._schedule = (
+            None
+            if (setting := self.way.setting) is None
+            else GenerationConfig(
+                num_assistant_tokens=setting.tokens,
+                num_assistant_tokens_schedule=setting.schedule,
+                assistant_confidence_threshold=setting.confidence,
+            )
         )
+        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
+        more = {"way": self.way.name, "together": self._together}
+        version = transformers.__version__
+        self.facts = PeerFacts("transformers", version, FILTERS, takes, gives_ids=True, logprobs="raw", more=more)
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         alike: dict[SamplingParams, list[int]] = {}
@@ -225,14 +225,6 @@ class _Streamer(BaseStreamer):
         self._prompt_seen = True
 
     def end(self) -> None: ...
-
-
-def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
-    return GenerationConfig(
-        num_assistant_tokens=setting.tokens,
-        num_assistant_tokens_schedule=setting.schedule,
-        assistant_confidence_threshold=setting.confidence,
-    )
 
 
 @contextlib.contextmanager
