@@ -152,6 +152,10 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         ("--limit 3", "there are 3", "prompts"),
         ("--drafter nobody --prompts four.txt", "unknown drafter", "drafter"),
         ("--drafter none --prompts four.txt", "no drafter to plan with", "drafter"),
+        ("--prompts four.txt --max-tokens 1", "second token"),
+        ("--token-ms 5", "is for --load", "token_ms"),
+        ("--load 0", "must be", "load"),
+        ("--alpha 0.5 --cost 0.1 --load 5", "curves", "load"),
         ("--drafter draft:{draft},min_probability=0.5 --temperature 1 --prompts four.txt", "stops by min_probability"),
     ],
     "doctor": [
@@ -177,6 +181,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         ("--out new --threads 0", "--threads must be 1 or more, got 0"),
         ("embedded --out new", "--for is needed with DRAFTER: one of vllm, sglang, llamacpp, speculators"),
         ("embedded --out new --for vllm --pad-to 110M", "a drafter cannot be padded", "pad_to"),
+        ("--out new --for vllm", "DRAFTER is needed with --for"),
         ("nowhere --out new --for vlm", "unknown engine 'vlm'; did you mean 'vllm'?"),
         ("eagle:nowhere --out new --for vllm", "there is no folder 'nowhere' with an EAGLE-3"),
     ],

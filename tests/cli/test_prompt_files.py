@@ -122,9 +122,12 @@ def test_half_a_character_is_refused_with_its_line(write: Callable[..., str]) ->
 
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
-    for name, content in (("a.txt", "one\r\ntwo\r\n"), ("a.jsonl", '{"prompt": "one"}\r\n{"prompt": "two"}\r\n')):
+    for name, content in (
+        ("a.txt", "one\r\n\r\n  two\r\n"),
+        ("a.jsonl", '{"prompt": "one"}\r\n{"prompt": "  two"}\r\n'),
+    ):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
-        assert [each.prompt for each in read_prompts(None, str(tmp_path / name))] == ["one", "two"]
+        assert [each.prompt for each in read_prompts(None, str(tmp_path / name))] == ["one", "  two"]
 
 
 def test_the_home_of_nobody(run: Run) -> None:
