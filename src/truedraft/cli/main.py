@@ -40,15 +40,8 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    app.command()(command(generate))
-    app.command()(command(bench))
-    app.command()(command(plan))
-    app.command()(command(doctor))
-    app.command()(command(serve))
-    app.command()(command(chat))
-    app.command()(command(export))
-    app.command()(command(info))
-    app.command()(command(drafters))
+    for each in (generate, bench, plan, doctor, serve, chat, export, info, drafters):
+        app.command()(command(each))
     training = typer.Typer(name="train", help="Train a drafter for a target.")
     training.command()(command(draft, DRAFT_NAMES))
     for word, kind in KINDS.items():
