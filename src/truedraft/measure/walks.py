@@ -187,18 +187,15 @@ class Walk:
     (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first position, so the next step
     starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
-    Attributes:
-        fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
-        survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
-            budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
-        drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ...; None where all of it is used.
+    `survival` is the probability `[places, depth]` that the draft is accepted down to this depth if the nodes are in
+    the budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
     """
 
-    fewest: Numbers
+    fewest: Numbers  # `[places, depth]`, int64: smallest budget with the true continuation to a depth, or `NEVER`
     survival: Numbers
     depths: Numbers  # `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
     sizes: Numbers  # `[places]`: nodes of the whole proposal, or the budget that it uses
-    drafted: Numbers | None = None
+    drafted: Numbers | None = None  # `[places, nodes + 1]`: nodes drafted with a budget; None where all of it is used
     guessed: float = 0.0  # share of a chain's tokens that took no level of drafting, as the drafter predicts it
 
     @property
@@ -258,11 +255,9 @@ def walk_along(
 ) -> list[Walk]:
     """Replay a drafter along answers, one token at a time.
 
-    Args:
-        drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
-        traces: must hold the features that the drafter declares.
-
-    Raises OptionError if acceptance is not known along a trace, or not from what these hold; DrafterError if it failed.
+    It is checked against the target, has its largest size, and must not be used elsewhere during the walk; traces hold
+    the features that it declares. Raises OptionError if acceptance is not known along a trace, or not from what these
+    hold; DrafterError if it failed.
     """
     check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
     if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):
