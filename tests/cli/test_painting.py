@@ -51,7 +51,7 @@ def test_text_that_comes_before_its_tokens_waits_for_them() -> None:
 def test_the_end_of_an_unfinished_character_is_shown() -> None:
     ids = TOKENIZER.encode("aé")[:2]
     painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint_answer(answer("a\ufffd", ids, [A, B])) == "a⟨\ufffd⟩"
+    assert painter.paint(Piece("a\ufffd", ids, [A, B], answer("a\ufffd", ids, [A, B]))) == "a⟨\ufffd⟩"
 
 
 def test_ids_where_there_is_no_tokenizer() -> None:

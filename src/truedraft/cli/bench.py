@@ -252,9 +252,8 @@ def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None
     ]
     wrong = [f"error: {failure.describe()}" for failure in results.failures]
     if results.interrupted:
-        wrong.append(
-            f"interrupted after {len(results.rows)} of {run.turns} turns; some answered one prompt more than others"
-        )
+        turns = f"{len(results.rows)} of {run.turns} turns"
+        wrong.append(f"interrupted after {turns}; some answered one prompt more than others")
     for each in wrong:
         say(each)
     if best:

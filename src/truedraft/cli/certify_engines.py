@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,15 +34,8 @@ if TYPE_CHECKING:
     from truedraft.progress import Progress
 
 _OURS = (
-    "adapters",
-    "drafter",
-    "drafters_dir",
-    "rule",
-    "controller",
-    "plan",
-    "max_cache_bytes",
-    "gpu_memory_utilization",
-)
+    "adapters", "drafter", "drafters_dir", "rule", "controller", "plan", "max_cache_bytes", "gpu_memory_utilization"
+)  # fmt: skip
 # The tests choose the lengths of answers, and request logprobs where the engine has them.
 _NOT_REQUESTED = (*NOT_CERTIFIED, "max_tokens", "logprobs", "logprobs_mode")
 
@@ -134,6 +127,7 @@ def engine(options: EngineOptions) -> int:
     """
     from truedraft.certify import Part
     from truedraft.certify.engines import certify_engine
+    from truedraft.models.loading import load_model
 
     _check_one(options)
     with contextlib.ExitStack() as opened:
@@ -146,7 +140,10 @@ def engine(options: EngineOptions) -> int:
         with _errors_undecided():
             with waiting(session.terminal.err, "loading the model"):
                 target, rounded = _judges(options)
-                drafts = _drafts(options)
+                drafts: dict[str, LanguageModel] = {}
+                if options.draft_model is not None:
+                    with errors_about("draft_model"):
+                        drafts["the draft model"] = load_model(options.draft_model, **options.machine.of_models)
             run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.allowance)
             report = session.report(run, [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR], judge=[target])
         return session.write(report)
@@ -193,15 +190,6 @@ def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None
         return load_target(options.stack, replace(machine, dtype="float32")), rounded
 
 
-def _drafts(options: EngineOptions) -> Mapping[str, LanguageModel]:
-    from truedraft.models.loading import load_model
-
-    if options.draft_model is None:
-        return {}
-    with errors_about("draft_model"):
-        return {"the draft model": load_model(options.draft_model, **options.machine.of_models)}
-
-
 @contextlib.contextmanager
 def _errors_undecided() -> Iterator[None]:
     """Inside the block, arguments are valid and files open: other errors leave the result undecided."""
@@ -219,11 +207,10 @@ class _Session:
         _ = self._requests.seconds  # an invalid time is refused before anything is opened
         self._params = replace(options.sampling, seed=self._requests.first_seed)
         self._transcript = check_output_file("transcript", self._requests.transcript)
-        advice = (
-            "nothing was decided; with --transcript FILE answers are kept, and the same command continues from them"
-        )
-        if self._transcript is not None:
-            advice = f"what was answered is kept in {self._requests.transcript}; the same command continues from there"
+        advice = f"what was answered is kept in {self._requests.transcript}; the same command continues from there"
+        if self._transcript is None:
+            kept = "with --transcript FILE answers are kept, and the same command continues from them"
+            advice = f"nothing was decided; {kept}"
         self.terminal = Terminal()
         self._writer = opened.enter_context(ReportWriter.open(command, options.report, self.terminal, advice))
         self._prompts = read_prompts(None, self._requests.prompts)
