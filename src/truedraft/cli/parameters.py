@@ -116,19 +116,15 @@ class _Parameter:
 def command(run: Command, names: Mapping[str, str] | None = None, with_files: bool = True) -> Callable[..., int]:
     """A function for typer with the options of the dataclass that `run` takes.
 
-    An error about a field gets the option's name on the command line.
-
-    Args:
-        names: further names in errors, with their names on the command line.
-        with_files: see `_Parameter.value`.
+    An error about a field gets the option's name on the command line, or one of `names`; `with_files` is of
+    `_Parameter.value`.
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
     hidden = [name for name in parameters if name not in _FIRST] if len(parameters) > _FEW else []
-    must = dataclasses.MISSING
-    parameters |= {
-        name: dataclasses.replace(parameters[name], hidden=parameters[name].default is not must) for name in hidden
-    }
+    for name in hidden:
+        must = parameters[name].default is dataclasses.MISSING
+        parameters[name] = dataclasses.replace(parameters[name], hidden=not must)
 
     @functools.wraps(run)
     def call(**typed: Any) -> int:
@@ -268,9 +264,8 @@ def _plan(file: Path) -> None:
 
 
 def _data(value: Path) -> None:
-    said = str(value)
-    if said != "self" and not said.startswith("hf:") and not user_path(value).exists():
-        raise DataError(f"there is no data file {said!r}; check the path")
+    if str(value) != "self" and not str(value).startswith("hf:") and not user_path(value).exists():
+        raise DataError(f"there is no data file {str(value)!r}; check the path")
 
 
 def _prompts(value: str | Path) -> None:

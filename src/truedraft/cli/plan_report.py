@@ -93,9 +93,8 @@ def print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> No
         listing = "; ".join(
             f"{each.option.drafter} {each.option.tokens_per_call.value:.2f}, {each.speedup.value:.2f}" for each in ways
         )
-        terminal.print(
-            f"the best of each way to draft it, tokens per call and predicted speed-up: {listing}", style="dim"
-        )
+        how = "the best of each way to draft it, tokens per call and predicted speed-up"
+        terminal.print(f"{how}: {listing}", style="dim")
 
 
 def print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
@@ -107,20 +106,14 @@ def print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
         ("speed-up", interval_text(checked["predicted_speedup"]), faster),
         ("speed-up with as many tokens per call", f"{checked['predicted_at_measured_tokens']:.2f}", faster),
     ]
-    prompts = checked["prompts"]
+    prompts = f"{checked['prompts']} prompts that the plan has not seen"
     terminal.out.print()
-    terminal.print(
-        f"{checked['drafter']} run in alternation with plain decoding, {prompts} prompts that the plan has not seen",
-        style="dim",
-    )
+    terminal.print(f"{checked['drafter']} run in alternation with plain decoding, {prompts}", style="dim")
     terminal.table(("", "predicted", "measured"), rows)
     high = None if measured is None else measured["high"]
     if high is not None and high < checked["predicted_at_measured_tokens"]:
-        terminal.print(
-            "note: slower than predicted, for the prediction has only forwards and drafting; verdicts and the host "
-            "take the rest",
-            style="dim",
-        )
+        why = "the prediction has only forwards and drafting; verdicts and the host take the rest"
+        terminal.print(f"note: slower than predicted, for {why}", style="dim")
 
 
 def print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
@@ -149,8 +142,8 @@ def plan_record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, An
 
     measured = checked["speedup"]
     predicted = [
-        prediction_record(each)
-        | {
+        {
+            **prediction_record(each),
             "break_even_batch": made.break_even(each),
             "weight_bytes": each.drafting.memory.weights,
             "cached_token_bytes": each.drafting.memory.cached_token,
@@ -220,9 +213,8 @@ class LoadOptions:
         OptionError names the option.
         """
         if self.load is not None and not with_curves:
-            raise OptionError(
-                "needs a model's curves, which --alpha has none of; give --simulate or a model", field="load"
-            )
+            why = "needs a model's curves, which --alpha has none of; give --simulate or a model"
+            raise OptionError(why, field="load")
         if self.load is None and (given := changed_fields(self)):
             raise OptionError("is for --load; name the requests that come in a second", field=given[0])
         check_positive("load", 1.0 if self.load is None else self.load)

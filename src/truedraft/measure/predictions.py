@@ -22,6 +22,7 @@ best drafter at n, or for plain decoding. Nothing is simulated: neither arrivals
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -174,11 +175,11 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
     options = []
     for number, nodes in enumerate(sizes):
         calls = [float(each.calls[number]) for each in steps]
-        kinds: dict[tuple[int, int], float] = {}
+        kinds = defaultdict[tuple[int, int], float](float)
         for each in steps:
             rows = each.nodes[number], each.depths[number], each.visits[number]
             for nodes_there, depth, visits in zip(*(row.tolist() for row in rows), strict=True):
-                kinds[nodes_there, depth] = kinds.get((nodes_there, depth), 0.0) + visits
+                kinds[nodes_there, depth] += visits
         total = sum(calls)
         shares = [(*kind, count / total) for kind, count in sorted(kinds.items()) if count / total > _LEAST_SHARE]
         options.append(PlanOption(words[nodes], nodes, ratio_over_prompts(tokens, calls), tuple(shares)))
