@@ -194,10 +194,7 @@ def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams, show: 
     """Answer a prompt and show each piece at once; Ctrl-C returns the answer so far."""
     request = engine.submit(prompt, params)
     try:
-        while True:
-            answer = _drain(request, show)
-            if answer is not None:
-                break
+        while (answer := _drain(request, show)) is None:
             engine.step()
     except KeyboardInterrupt:
         engine.cancel(request)

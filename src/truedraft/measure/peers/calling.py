@@ -114,17 +114,11 @@ class Caller:
         return found.body.decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
-        """Send JSON and return the JSON of the answer; setting `over` cancels further attempts.
-
-        Raises PeerError if there is no answer.
-        """
+        """Send JSON and return the JSON of the answer, or raise PeerError; setting `over` cancels further attempts."""
         return self._json(self._answered("POST", path, body, over), path)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
-        """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
-
-        Raises PeerError if there is no stream, or it ends before [DONE].
-        """
+        """Send JSON and yield the JSON of each event of the answer's stream; PeerError if it ends before [DONE]."""
         try:
             with self._opened("POST", path, body) as response:
                 if not 200 <= response.status_code < 300:
@@ -152,12 +146,10 @@ class Caller:
             if name == b"data":
                 data.append(value.removeprefix(b" "))
             elif name not in _FIELDS:
-                kind = response.headers.get("content-type", "no type")
                 answer = _Answer(response.status_code, response.headers, line)
                 said = answer.said or repr(line[:_QUOTED].decode(errors="replace"))
-                raise PeerError(
-                    f"{self.url}{path} answered no stream of events but {kind} ({said}); is this the address of an API?"
-                )
+                wrong = f"no stream of events but {answer.kind} ({said})"
+                raise PeerError(f"{self.url}{path} answered {wrong}; is this the address of an API?")
             if data and (not line or data == [b"[DONE]"]):
                 yield b"\n".join(data)
                 data = []
@@ -180,9 +172,8 @@ class Caller:
             except _ClosedError:
                 closed += 1
                 if closed > self._patience.retries:
-                    raise PeerError(
-                        f"{self.url} closed the connection in the middle of an answer {closed} times; see its log"
-                    ) from None
+                    how = f"closed the connection in the middle of an answer {closed} times"
+                    raise PeerError(f"{self.url} {how}; see its log") from None
                 self._clock.sleep(self._patience.wait_s(closed - 1))
                 continue
             if found.status not in _BUSY:
@@ -191,19 +182,17 @@ class Caller:
             at_once = retry_s == 0.0 and attempt >= self._patience.retries  # after repeated zero waits, the usual ones
             wait_s = self._patience.wait_s(attempt) if retry_s is None or at_once else retry_s
             attempt += 1
+            busy = f"{found.status} {_BUSY[found.status]}"
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
-                    f"{self.url} is busy ({found.status} {_BUSY[found.status]}) and would be waited for "
-                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; try later, or send fewer"
+                    f"{self.url} is busy ({busy}) and would be waited for {waited + wait_s:.0f} s, of at most "
+                    f"{self._patience.total_s:.0f} s; try later, or send fewer"
                 )
-            self._hold(wait_s, found.status)
-
-    def _hold(self, wait_s: float, status: int) -> None:
-        with self._guard:
-            self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
-            notified, self._notified = self._notified, True
-        if not notified:
-            self._notify(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
+            with self._guard:
+                self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
+                notified, self._notified = self._notified, True
+            if not notified:
+                self._notify(f"{self.url} is busy ({busy}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event | None) -> float:
         began = now = self._clock.monotonic()
@@ -274,8 +263,7 @@ class Caller:
         elif found.is_error:
             words = f"{self.url} answered an error{said}"
         elif not isinstance(found.content, Mapping):
-            kind = found.headers.get("content-type", "no type")
-            words = f"{self.url}{path} answered no JSON object but {kind}{said}; is this the address of an API?"
+            words = f"{self.url}{path} answered no JSON object but {found.kind}{said}; is this the address of an API?"
         else:
             return found.content
         raise PeerError(words, status=found.status)
@@ -295,6 +283,10 @@ class _Answer:
             self.content = json.loads(body)
         except (ValueError, RecursionError):
             self.content = None
+
+    @property
+    def kind(self) -> str:
+        return self.headers.get("content-type", "no type")
 
     @property
     def is_error(self) -> bool:
