@@ -304,7 +304,8 @@ def take_turn(system: System, group: Group, run: int = 0, place: int = 0, costs:
     output = system.answer(group.prompts, group.params)
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
     breakdown = break_down(output.steps, total_s, costs) if output.steps else None
-    decisions = Decisions.of(output.steps, costs and costs.forward_s) if output.steps else None
+    forward_s = None if costs is None else costs.forward_s
+    decisions = Decisions.of(output.steps, forward_s) if output.steps else None
     output = dataclasses.replace(output, steps=())  # summed up, because thousands of runs would fill memory
     return Row(system.name, group.names, run, place, total_s, cpu_s, output, breakdown, decisions)
 
