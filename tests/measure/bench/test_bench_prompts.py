@@ -13,13 +13,7 @@ from truedraft.errors import DataError
 from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
 
 HUMAN_EVAL = [
-    {
-        "task_id": f"HumanEval/{i}",
-        "prompt": f"def f{i}():\n",
-        "entry_point": f"f{i}",
-        "canonical_solution": "",
-        "test": "",
-    }
+    {"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "canonical_solution": ""}
     for i in range(3)
 ]
 GSM8K = [{"question": f"How many are {i}?", "answer": f"#### {i}"} for i in range(3)]
