@@ -129,7 +129,12 @@ def engine(options: EngineOptions) -> int:
     from truedraft.certify.engines import certify_engine
     from truedraft.models.loading import load_model
 
-    _check_one(options)
+    if options.endpoint is not None and options.process is not None:
+        raise OptionError("and URL name two things to certify; leave one of them out", field="process")
+    if options.endpoint is None and options.process is None:
+        raise OptionError("names what is certified, or --process MODULE:FUNCTION does; give one", field="endpoint")
+    if options.process is not None and (given := changed_fields(options.server)):
+        raise OptionError("is for a server, and --process names a function; leave it out", field=given[0])
     with contextlib.ExitStack() as opened:
         session = _Session("engine", options, opened)
         set_threads(options.machine.threads)
@@ -163,17 +168,6 @@ def compare(options: CompareOptions) -> int:
         with _errors_undecided():
             report = session.report(compare_engines, [Part.GREEDY, Part.AGAINST, Part.BEHAVIOUR])
         return session.write(report)
-
-
-def _check_one(options: EngineOptions) -> None:
-    """Refuse two engines, no engine, and server options without a server."""
-    endpoint, process = options.endpoint, options.process
-    if endpoint is not None and process is not None:
-        raise OptionError("and URL name two things to certify; leave one of them out", field="process")
-    if endpoint is None and process is None:
-        raise OptionError("names what is certified, or --process MODULE:FUNCTION does; give one", field="endpoint")
-    if process is not None and (given := changed_fields(options.server)):
-        raise OptionError("is for a server, and --process names a function; leave it out", field=given[0])
 
 
 def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None]:

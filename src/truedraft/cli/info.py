@@ -200,7 +200,13 @@ def _rows(facts: dict[str, Any], models: list[dict[str, Any]], found: dict[str, 
         rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
         rows["greedy answers"] = f"{found['equality']} the same with a drafter, by the embedded target in this dtype"
     rows |= {"native forward": found["native_forward"], "cost curves": found["cost_curves"]}
-    return rows | {model["name"]: _describe(model) for model in models}
+    for model in models:
+        if not model["installed"]:
+            rows[model["name"]] = "not installed"
+            continue
+        size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
+        rows[model["name"]] = f"{size}\n{model['card']}" if model["card"] else size
+    return rows
 
 
 def _print(terminal: Terminal, rows: dict[str, str]) -> None:
@@ -212,13 +218,6 @@ def _print(terminal: Terminal, rows: dict[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     terminal.out.print(table)
-
-
-def _describe(model: dict[str, Any]) -> str:
-    if not model["installed"]:
-        return "not installed"
-    size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
-    return f"{size}\n{model['card']}" if model["card"] else size
 
 
 def _most_gain(tokens: float, forward_s: Mapping[str, float]) -> float | None:

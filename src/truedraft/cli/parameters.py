@@ -130,8 +130,12 @@ def command(run: Command, names: Mapping[str, str] | None = None, with_files: bo
     def call(**typed: Any) -> int:
         try:
             typed.pop(_ALL, None)
-            for each in parameters.values():
-                _take_bare(each, typed)
+            for name, each in parameters.items():
+                if (alone := typed.pop(each.bare_name, None)) is None:
+                    continue
+                if (given := typed[name]) not in (None, alone):
+                    raise OptionError(f"is {given!r}, and the argument is {alone!r}; give one", field=name)
+                typed[name] = alone
             values = {name: parameters[name].value(given, with_files) for name, given in typed.items()}
             if "model" in parameters:
                 compile_ahead()
@@ -163,16 +167,6 @@ def _help_all(hidden: int) -> inspect.Parameter:
     words = f"Show this message with {hidden} more options."
     info = typer.Option("--help-all", is_eager=True, callback=show, help=words)
     return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
-
-
-def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
-    """Use a positional argument as the option's value."""
-    positional = typed.pop(parameter.bare_name, None)
-    if positional is None:
-        return
-    if (given := typed[parameter.name]) is not None and given != positional:
-        raise OptionError(f"is {given!r}, and the argument is {positional!r}; give one", field=parameter.name)
-    typed[parameter.name] = positional
 
 
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:

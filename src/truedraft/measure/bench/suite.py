@@ -146,7 +146,7 @@ class OurEngine(System):
             first_token_s=tuple(answer.timing.first_token_s for answer in answers),
             prefill_s=sum(step.total_s for step in steps if step.prefill),
             forwards=len(decoding),
-            draft_forwards=sum(self._draft_forwards(step) for step in decoding),
+            draft_forwards=sum(map(self._draft_forwards, decoding)),
             context_tokens=sum(sum(step.contexts) for step in decoding),
             target_calls=counters.target_calls,
             mean_acceptance_length=counters.mean_acceptance_length,

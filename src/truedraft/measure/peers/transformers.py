@@ -161,7 +161,9 @@ class Generate(Peer):
 
         Raises PeerError if it failed.
         """
-        ids, mask = _left_padded(prompts, self.model.device)
+        texts = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        masks = [torch.ones_like(text) for text in texts]
+        ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
         self.model.generation_config = self._configuration(params)
         extra = dict(self.way.options)
         assistant = (None if params.greedy else self.way.sampling_assistant) or self.way.assistant
@@ -233,10 +235,3 @@ def _seeded(seed: int | None) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed % (1 << 63))
         yield
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
-    masks = [torch.ones_like(text) for text in texts]
-    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
-    return ids, mask
