@@ -298,8 +298,8 @@ def _junit_of(error: UndecidedError) -> str:
     """A run that ended early as JUnit XML: one test case with an error."""
     from truedraft.certify import xml_text
 
-    counts = {"tests": "1", "failures": "0", "errors": "1", "skipped": "0", "time": "0"}
-    suite = ElementTree.Element("testsuite", name="truedraft certify", **counts)
+    about = {"name": "truedraft certify", "tests": "1", "failures": "0", "errors": "1", "skipped": "0", "time": "0"}
+    suite = ElementTree.Element("testsuite", about)
     case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
     ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
     return xml_text(suite)

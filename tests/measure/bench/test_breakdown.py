@@ -69,13 +69,6 @@ def test_without_curves_or_steps() -> None:
     assert shares(break_down([PREFILL], total_s=1.5, costs=FlatCosts())) is None
 
 
-def test_addition() -> None:
-    one = break_down([STEP], total_s=2.0, costs=FlatCosts())
-    both = one + one
-    assert both.steps == 2 and both.decode_s == pytest.approx(4.0)
-    assert both.forward_curve_s == pytest.approx(2 * 1.05)
-
-
 def target_cost() -> TargetCost:
     return TargetCost.fit({(rows, context): rows * 1.0 + context * 0.01 for rows in (1, 2, 4) for context in (10, 100)})
 
