@@ -160,6 +160,9 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     """Draw a tree of at least one node as `stem`.png and `stem`.svg: the root above, below it the nodes level by level,
     labelled by rank, and with `survival` coloured and sized by it. Raises OSError if a file cannot be written.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
     places = _places(tree)
     leaves = len(tree.shape.leaves)
     width = min(_WIDE, max(_NARROW, 0.3 * leaves))
@@ -169,7 +172,10 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     axes.set_xlim(-_MARGIN / (1 - _MARGIN) * (span + 1.2) - 0.6, span + 0.6)
     axes.set_ylim(tree.depth + 0.35, -0.3)
     across = min(_LARGEST, 0.88 * 72 * width * (1 - _MARGIN) / (span + 1.2))
-    scale = _scale_of(tree)
+    scale = None
+    if tree.survival:
+        colours = LinearSegmentedColormap.from_list("survival", _SHADES)
+        scale = ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), colours)
     _draw_edges(axes, tree, places)
     _draw_nodes(axes, tree, places, scale, across)
     _name_levels(axes, tree)
@@ -200,15 +206,6 @@ def _places(tree: RankTree) -> list[float]:
             places[row] = float(leaf)
             leaf += 1
     return places
-
-
-def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    if not tree.survival:
-        return None
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
-
-    return ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), LinearSegmentedColormap.from_list("survival", _SHADES))
 
 
 def _shade(survival: float) -> float:
