@@ -94,9 +94,7 @@ def test_timeline_of_each_step() -> None:
     lines = timeline(Decisions.of(steps), 80)
     assert lines[:3] == ["drafter  dd.?", "drafted  4+ 3", "accepted 4+ 0"]
     assert lines[3] == "d draft · . plain · ? probe · each column is a step, numbers are tokens, + from ten on"
-
-
-def test_timeline_is_no_wider_than_the_terminal() -> None:
+    # No wider than the terminal.
     decisions = Decisions.of([decided("draft", 4, number % 5) for number in range(100)])
     *rows, legend = timeline(decisions, 40)
     assert all(len(row) <= 40 for row in rows) and len({len(row) for row in rows}) == 1

@@ -79,12 +79,9 @@ def test_speed_and_ratios_are_paired_by_prompt() -> None:
     assert plain.speedup is not None and plain.speedup.mean == pytest.approx(1.0)
     assert draft.first_token_s == Spread(0.5, 0.5, 0.5)
     assert draft.cpu_s_per_1000_tokens == pytest.approx(2 * 3.0 / 10 * 1000)
-
-
-def test_runs_of_a_prompt_count_by_their_median() -> None:
     runs = [row("plain", "a", each, run) for run, each in enumerate((1.0, 2.0, 50.0))]
-    found = summarise(runs, NAMES, ("plain",), {})
-    assert found[0].tokens_per_s.median == pytest.approx(2.5) and found[0].groups == 1 and found[0].tokens == 5
+    (found,) = summarise(runs, NAMES, ("plain",), {})  # runs of a prompt count by their median
+    assert found.tokens_per_s.median == pytest.approx(2.5) and found.groups == 1 and found.tokens == 5
 
 
 def test_counts_prediction_and_bandwidth() -> None:
