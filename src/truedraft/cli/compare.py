@@ -167,8 +167,6 @@ def compare(
     """Measure both ways in alternation, and print; returns the exit status and the comparison's part of the record.
 
     A single prompt is echoed first and its speculative answer streamed. One of several prompts that fails is skipped.
-
-    Raises TruedraftError if a single prompt cannot be answered.
     """
     single = len(prompts) == 1
     with waiting(terminal.err, MEASURING):  # otherwise the comparison would include the measurement of costs

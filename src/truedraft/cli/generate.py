@@ -180,8 +180,6 @@ def write_answer(engine: Engine, request: PromptRequest, terminal: Terminal, sho
     """Answer a prompt and write each piece at once.
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
-
-    Raises TruedraftError if the prompt cannot be run, or the request failed.
     """
     prompt, params = request
     try:

@@ -92,10 +92,7 @@ class _Parameter:
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
     def value(self, typed: Any, with_files: bool) -> Any:
-        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist.
-
-        Raises TruedraftError if it is invalid in any command, or required and missing.
-        """
+        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist."""
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
                 raise OptionError("must be given, or its value as an argument", field=self.name)

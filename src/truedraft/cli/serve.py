@@ -108,10 +108,7 @@ def _size(options: ServeOptions) -> Size:
 
 
 def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:
-    """Load the engine in this process, of replica `number` if there are several, and make its application.
-
-    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
-    """
+    """Load the engine in this process, of replica `number` if there are several, and make its application."""
     import torch
 
     from truedraft.core.params import SamplingParams

@@ -231,10 +231,7 @@ def load_engine(
 
 
 def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
-    """The target only, on the requested number of threads.
-
-    Raises TruedraftError if it does not exist, cannot be loaded, or an option of it is unusable.
-    """
+    """The target only, on the requested number of threads."""
     adapters: dict[str, Path] = {}
     for name, folder in map(named_adapter, stack.adapters):
         if name in adapters:

@@ -248,10 +248,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
 
 
 def replay(case: Case) -> Replayed:
-    """Decode a case's answers with its drafter's chains.
-
-    Raises TruedraftError if the drafter does not fit the target, or failed.
-    """
+    """Decode a case's answers with its drafter's chains; TruedraftError if it does not fit the target, or failed."""
     drafter = case.chain(case.part)
     drafter.check(case.read_target)
     walks, depth = walk_along(drafter, case.read_target, case.seen()), drafter.limits.depth

@@ -169,10 +169,7 @@ class Examined:
         return (*self.own, *_FORMS)
 
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
-        """The head or draft model at a path, and the variants that were needed to load it.
-
-        Raises TruedraftError if it cannot be loaded.
-        """
+        """The head or draft model at a path, and the variants needed to load it; TruedraftError if none do."""
         if self.head is None:
             return Source(path).draft(target), ()
         mended: tuple[Variant, ...] = ()
