@@ -101,10 +101,11 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert parameters_in(tmp_path / "x.safetensors") == 17
     (tmp_path / "README.md").write_text("---\nlicense: x\n---\n\n# A title\n\nWhat it is.\nMore.\n")
-    assert info._summary(tmp_path / "README.md") == "What it is."
-    assert info._summary(tmp_path / "absent.md") is None
+    found = info._embedded("it", lambda name: tmp_path)
+    assert (found["parameters"], found["card"]) == (17, "What it is.")
+    (tmp_path / "README.md").unlink()
+    assert info._embedded("it", lambda name: tmp_path)["card"] is None
 
 
 def test_safetensors_header_is_as_read_here(tmp_path: Path) -> None:
