@@ -27,13 +27,8 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     """Write a new file that replaces `path` once it is complete: a reader finds the old one or the new one.
 
     A process that has the old one open or mapped keeps it. Any interruption leaves the old one and no other file; after
-    a crash of the machine there is the old one or the whole new one. The permissions of an existing file are kept.
-
-    Args:
-        private: whether a new file is readable only by its owner.
-
-    Raises:
-        OSError: it cannot be written.
+    a crash of the machine there is the old one or the whole new one. The permissions of an existing file are kept; a
+    new `private` one is readable only by its owner. Raises OSError if it cannot be written.
     """
     mode = path.stat().st_mode & 0o777 if path.exists() else (0o600 if private else 0o644)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as partial:
@@ -49,15 +44,10 @@ def written_whole(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def take_place(partial: Path, path: Path) -> None:
-    """Rename a complete file to `path`, replacing what is there, once its content is on the disk.
+    """Rename a complete file on the same disk to `path`, replacing what is there, once its content is on the disk.
 
-    A file system may store names before contents: after a crash the new name would have an empty file.
-
-    Args:
-        partial: the file, in the folder of `path` or elsewhere on its disk.
-
-    Raises:
-        OSError: that cannot be done; what had the name keeps it.
+    A file system may store names before contents: after a crash the new name would have an empty file. Raises OSError
+    if that cannot be done; what had the name keeps it.
     """
     _sync(partial)
     partial.replace(path)
@@ -83,11 +73,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:
-    """A path as a user types it, with ~ expanded.
-
-    Raises:
-        TruedraftError: it names the home folder of nobody.
-    """
+    """A path as a user types it, with ~ expanded; an error of this kind if it names the home folder of nobody."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -95,10 +81,8 @@ def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: st
 
 
 def refuse_lost_model(name: str) -> None:
-    """Refuse a model's name that can only be a path and does not exist, or is a folder without a model.
-
-    Raises:
-        ModelNotFoundError: it is such a name, or names the home folder of nobody.
+    """Refuse a model's name that can only be a path and does not exist, or is a folder without a model, by a
+    `ModelNotFoundError`.
     """
     path = user_path(name, ModelNotFoundError)
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
@@ -114,21 +98,14 @@ def refuse_lost_model(name: str) -> None:
 
 
 def refuse_no_adapter(folder: str | Path) -> None:
-    """Refuse a folder without an adapter.
-
-    Raises:
-        ModelNotFoundError: it holds none.
-    """
+    """Refuse a folder without an adapter, by a `ModelNotFoundError`."""
     if not (user_path(folder, ModelNotFoundError) / "adapter_config.json").is_file():
         raise ModelNotFoundError(f"{str(folder)!r} holds no adapter: there is no adapter_config.json; check the path")
 
 
 def named_adapter(typed: str) -> tuple[str, Path]:
-    """The name and the folder of an adapter typed as NAME=DIR.
-
-    Raises:
-        OptionError: it is not of that form.
-        ModelNotFoundError: the folder holds no adapter.
+    """The name and the folder of an adapter typed as NAME=DIR; OptionError if it is not of that form,
+    ModelNotFoundError if the folder holds none.
     """
     name, equals, folder = typed.partition("=")
     if not (name and equals and folder):
@@ -140,11 +117,7 @@ def named_adapter(typed: str) -> tuple[str, Path]:
 def text_of(path: Path, what: str) -> str:
     """The UTF-8 text of a file with line feeds as line ends; a file with a name in .gz is unpacked.
 
-    Args:
-        what: noun for messages, as "prompts file".
-
-    Raises:
-        DataError: it cannot be read.
+    `what` is a noun for messages, as "prompts file". Raises DataError if it cannot be read.
     """
     try:
         raw = path.read_bytes()
@@ -161,14 +134,7 @@ def text_of(path: Path, what: str) -> str:
 
 
 def json_in(text: str, place: str, hint: str = "") -> Any:
-    """Read JSON.
-
-    Args:
-        hint: what to do if it is no JSON, for messages.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Read JSON, or raise a `DataError`; `hint` is what to do then."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -180,11 +146,7 @@ def json_in(text: str, place: str, hint: str = "") -> Any:
 
 
 def object_in(line: str, place: str, holding: str) -> dict[str, Any]:
-    """Read the JSON object of a line.
-
-    Raises:
-        DataError: it is none.
-    """
+    """Read the JSON object of a line, or raise a `DataError`."""
     record = json_in(line, place)
     if not isinstance(record, dict):
         raise DataError(f"{place}: a {type(record).__name__}, not an object with {holding} in it")
@@ -210,17 +172,12 @@ def parameters_in(path: Path) -> int:
 def cache_folder() -> Path:
     """TRUEDRAFT_CACHE if it is set, else truedraft's part of the user's cache folder on this system.
 
-    A user without a home folder gets a folder among the temporary files.
-
-    Raises:
-        OptionError: TRUEDRAFT_CACHE or XDG_CACHE_HOME names the home of somebody who has none.
+    A user without a home folder gets a folder among the temporary files. Raises OptionError if a variable names the
+    home of somebody who has none.
     """
-    given = os.environ.get("TRUEDRAFT_CACHE")
-    if given:
-        return user_path(given, OptionError, "TRUEDRAFT_CACHE: ")
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return user_path(shared, OptionError, "XDG_CACHE_HOME: ") / "truedraft"
+    for variable, inside in (("TRUEDRAFT_CACHE", ""), ("XDG_CACHE_HOME", "truedraft")):
+        if given := os.environ.get(variable):
+            return user_path(given, OptionError, f"{variable}: ") / inside
     local = os.environ.get("LOCALAPPDATA")
     if sys.platform == "win32" and local:
         return Path(local) / "truedraft" / "Cache"

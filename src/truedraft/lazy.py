@@ -18,11 +18,7 @@ _GPU = Path("/dev/nvidiactl")
 
 
 def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package.
-
-    Args:
-        homes: modules by public name.
-    """
+    """The `__getattr__` of a package, by the modules of its public names."""
 
     def load(name: str) -> object:
         if name not in homes:

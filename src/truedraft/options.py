@@ -16,7 +16,7 @@ import re
 import reprlib
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -27,6 +27,7 @@ from truedraft.errors import OptionError, UnknownOptionError
 
 _Given = TypeVar("_Given", contravariant=True)
 _Kept = TypeVar("_Kept", covariant=True)
+_Read = TypeVar("_Read")
 
 if TYPE_CHECKING:
 
@@ -52,39 +53,25 @@ _COMPOSED = re.compile(r"\s*([A-Za-z][\w-]*)\s*\(")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field is typed, and its help.
-
-    Attributes:
-        metavar: name of its value; "" for one that takes no value.
-        name: as it is typed; None is the field's own name, with dashes. A name without dashes is an argument.
-        heading: in the help; None is that of the group of its dataclass.
-        least: of a whole number; None checks nothing.
-        bare: whether its value may also be a plain argument of the command.
-    """
+    """How a field is typed, and its help."""
 
     meaning: str
-    metavar: str | None = None
-    name: str | None = None
-    heading: str | None = None
+    metavar: str | None = None  # name of its value; "" for one that takes no value
+    name: str | None = None  # as it is typed; None is the field's own, with dashes. One without dashes is an argument
+    heading: str | None = None  # in the help; None is that of the group of its dataclass
     shown_default: str | None = None
-    least: int | None = None
-    bare: bool = False
+    least: int | None = None  # of a whole number
+    bare: bool = False  # whether its value may also be a plain argument of the command
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How a dataclass of options is a part of another one.
-
-    Attributes:
-        without: fields that cannot be typed here; they keep their defaults.
-        defaults: replace those of the dataclass.
-        bare: the field with a value that may also be a plain argument of the command.
-    """
+    """How a dataclass of options is a part of another one."""
 
     heading: str
-    without: Collection[str] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    bare: str | None = None
+    without: Collection[str] = ()  # fields that cannot be typed here; they keep their defaults
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # replace those of the dataclass
+    bare: str | None = None  # the field with a value that may also be a plain argument of the command
 
 
 def option(default: Any = dataclasses.MISSING, meaning: str = "", metavar: str | None = None, **more: Any) -> Any:
@@ -141,7 +128,7 @@ class ModelOptions:
     @property
     def of_target(self) -> dict[str, Any]:
         """Keyword arguments of `load_model`."""
-        return {"pad_to": self.pad_to, "weights": self.weights}
+        return record_of(self, "pad_to", "weights")
 
 
 @dataclass(frozen=True)
@@ -161,12 +148,7 @@ class MachineOptions:
     @property
     def of_models(self) -> dict[str, Any]:
         """Keyword arguments of `load_model`."""
-        return {
-            "dtype": self.dtype,
-            "device": self.device,
-            "fast_paths": not self.no_fast_paths,
-            "kv_dtype": self.kv_dtype,
-        }
+        return record_of(self, "dtype", "device", "kv_dtype") | {"fast_paths": not self.no_fast_paths}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,25 +156,19 @@ class Words:
     """A part by its words, `KIND[:PATH][,option=value]...`: `draft:some/folder,num_speculative_tokens=3`.
 
     Or one made of others, `KIND(MEMBER;MEMBER...)[,option=value]...`: `portfolio(draft;prompt-lookup)`.
-
-    Attributes:
-        what: noun for messages, "drafter" or "rule".
-        path: after the kind; None without one.
-        members: words of each member, as typed; empty without parentheses.
     """
 
-    what: str
+    what: str  # noun for messages, "drafter" or "rule"
     kind: str
-    path: str | None
+    path: str | None  # after the kind
     options: Mapping[str, str]
-    members: Sequence[str] = ()
+    members: Sequence[str] = ()  # words of each, as typed; empty without parentheses
 
     @classmethod
     def parse(cls, what: str, typed: str) -> Words:
         """Read the words; double quotes keep commas, semicolons and parentheses in a path or a value.
 
-        Raises:
-            OptionError: a part is not of that form, or an option is there twice.
+        Raises OptionError if a part is not of that form, or an option is there twice.
         """
         if typed.count('"') % 2:
             raise OptionError(f"{what} {typed!r} has a double quote without its second")
@@ -208,12 +184,7 @@ class Words:
         return cls(what, composed[1], None, _options(what, typed, parts), members)
 
     def check(self, options: Collection[str], takes_path: bool = False, takes_members: bool = False) -> None:
-        """Refuse a path, members or options that this kind does not take.
-
-        Raises:
-            UnknownOptionError: it has no such option; names the nearest that it has.
-            OptionError: it takes no path, or no members, or needs some.
-        """
+        """Refuse a path, members or options that this kind does not take, and members that it needs."""
         for name in self.options:
             if name not in options:
                 valid = options or ["(none)"]
@@ -273,26 +244,20 @@ def _members(what: str, typed: str, start: int) -> tuple[list[str], str]:
     return members, typed[first:]
 
 
-def read_whole(name: str, typed: str) -> int:
-    """A whole number from text, or an `OptionError`."""
-    try:
-        return int(typed)
-    except ValueError as error:
-        raise OptionError(f"must be a whole number, got {typed!r}", field=name) from error
+def _reader(kind: Callable[[str], _Read], noun: str) -> Callable[[str, str], _Read]:
+    """A function that reads the value of a named option from text, or raises an OptionError."""
+
+    def read(name: str, typed: str) -> _Read:
+        try:
+            return kind(typed)
+        except (ValueError, KeyError) as error:
+            raise OptionError(f"must be {noun}, got {typed!r}", field=name) from error
+
+    return read
 
 
-def read_number(name: str, typed: str) -> float:
-    """A number from text, or an `OptionError`."""
-    try:
-        return float(typed)
-    except ValueError as error:
-        raise OptionError(f"must be a number, got {typed!r}", field=name) from error
-
-
-def _read_flag(name: str, typed: str) -> bool:
-    if typed not in ("true", "false"):
-        raise OptionError(f"must be true or false, got {typed!r}", field=name)
-    return typed == "true"
+read_whole = _reader(int, "a whole number")
+read_number = _reader(float, "a number")
 
 
 def _read_wholes(name: str, typed: str) -> Sequence[int]:
@@ -304,7 +269,7 @@ def _read_wholes(name: str, typed: str) -> Sequence[int]:
 _READERS: Mapping[object, Callable[[str, str], Any]] = {
     int: read_whole,
     float: read_number,
-    bool: _read_flag,
+    bool: _reader({"true": True, "false": False}.__getitem__, "true or false"),
     str: lambda name, typed: typed,
     Sequence[int]: _read_wholes,
 }
@@ -330,12 +295,8 @@ def called(
 ) -> Any:
     """Call a function or a class with options as typed, each read by its parameter's annotation.
 
-    Args:
-        options: by the names of its parameters, or of those of a part.
-        parts: by parameter, what makes its value; called in the same way.
-
-    Raises:
-        OptionError: a value is not as it is annotated.
+    `parts` make the values of some parameters, and are called in the same way with the options that they have. Raises
+    OptionError if a value is not as it is annotated.
     """
     parameters = inspect.signature(make).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -357,11 +318,7 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def read_bytes(name: str, typed: str) -> int:
-    """Read a number of bytes: 1000000, or 512K, 300M, 1.5G, in powers of 1,024.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """Read a number of bytes: 1000000, or 512K, 300M, 1.5G, in powers of 1,024; or raise an `OptionError`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", typed.strip(), re.IGNORECASE)
     if found is None:
         raise OptionError(f"must be a size as 1000000, 300M or 1.5G, got {typed!r}", field=name)
@@ -369,13 +326,8 @@ def read_bytes(name: str, typed: str) -> int:
 
 
 def read_record(kind: Any, data: object) -> Any:
-    """Read a value from JSON data: of dataclasses, as `dataclasses.asdict` gives them, and of tuples.
-
-    Args:
-        kind: a dataclass, a named tuple (a list in JSON), a tuple, a mapping or a plain type.
-
-    Raises:
-        OptionError: it is another kind of value, or an object with other fields.
+    """Read a value from JSON data: a dataclass, as `dataclasses.asdict` gives it, a (named) tuple, a mapping or a plain
+    type. Raises OptionError if it is another kind of value, or an object with other fields.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(data, dict):
@@ -418,11 +370,7 @@ def changed_fields(record: Any) -> list[str]:
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """Check for a whole number of at least `least`; one of numpy becomes Python's own.
-
-    Raises:
-        OptionError: it is none, or smaller.
-    """
+    """Refuse anything but a whole number of `least` or more, by an `OptionError`; one of numpy becomes Python's own."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"must be a whole number of {least} or more, got {value!r}", field=name)
     return int(value)
@@ -449,29 +397,17 @@ def _check_number(name: str, value: object, bounds: str, holds: Callable[[Any], 
 
 
 def imported_module(name: str, what: str) -> ModuleType | None:
-    """A user's own module, installed or in the working directory; None if there is none.
-
-    Raises:
-        OptionError: importing it failed.
-    """
+    """A user's own module, installed or in the working directory; None if there is none, OptionError if it breaks."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as in `python -m`
     try:
-        with _working_directory_importable():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             return None
         raise OptionError(f"the module {name!r} {what} cannot be imported ({error})") from error
     except (Exception, SystemExit) as error:
         raise OptionError(f"the module {name!r} {what} cannot be imported ({type(error).__name__}: {error})") from error
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    """As in `python -m`; only while a module is imported."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(here)

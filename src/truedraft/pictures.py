@@ -27,11 +27,7 @@ def can_draw() -> bool:
 
 
 def check_drawing(what: str, instead: str) -> None:
-    """Refuse to start work that ends with pictures where matplotlib is missing.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Refuse to start work that ends with pictures where matplotlib is missing, by a `MissingExtraError`."""
     if not can_draw():
         raise MissingExtraError(
             f"{what} need matplotlib, which is not installed; run `pip install 'truedraft[bench]'`, or {instead}"
@@ -100,10 +96,6 @@ def write_title(figure: Figure, axes: Axes, heading: str, under: str = "") -> No
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """Write `stem`.png and `stem`.svg.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write `stem`.png and `stem`.svg; OSError if a file cannot be written."""
     figure.savefig(stem.with_name(f"{stem.name}.png"), dpi=150)
     figure.savefig(stem.with_name(f"{stem.name}.svg"), metadata={"Date": None})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from support.quick_costs import measure_quickly
 from truedraft.cli import session
 from truedraft.cli.main import main
 from truedraft.drafters import registry
+from truedraft.measure.bench import OurEngine, SystemOutput
 from truedraft.options import UNNAMED
 
 
@@ -100,3 +104,33 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(status, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that speculate answer another sixth token than they drew."""
+    answer = OurEngine.answer
+
+    def wrong(self: OurEngine, *arguments: Any) -> SystemOutput:
+        outcome = answer(self, *arguments)
+        tokens = list(outcome.token_ids[0])
+        tokens[5] = 100 if tokens[5] != 100 else 101
+        return outcome if self.name == "plain" else dataclasses.replace(outcome, token_ids=(tuple(tokens),))
+
+    monkeypatch.setattr(OurEngine, "answer", wrong)
+
+
+@pytest.fixture
+def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ctrl-C comes in a turn of a benchmark, counted from 1 with the warm-up."""
+    answer, turns = OurEngine.answer, itertools.count(1)
+
+    def at(turn: int) -> None:
+        def interrupted(self: OurEngine, *arguments: Any) -> SystemOutput:
+            if next(turns) == turn:
+                raise KeyboardInterrupt
+            return answer(self, *arguments)
+
+        monkeypatch.setattr(OurEngine, "answer", interrupted)
+
+    return at

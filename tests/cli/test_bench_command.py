@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.tiny import Run
 from truedraft import load_model
 from truedraft.drafters.registry import write_record
-from truedraft.measure.bench import OurEngine, runs, suite
+from truedraft.measure.bench import runs, suite
 from truedraft.models import loading
 from truedraft.models.backends.native.build import Built
 
@@ -151,18 +151,9 @@ def test_a_prompt_that_does_not_fit_is_told(run: Run, target: str, tmp_path: Pat
 
 
 def test_an_interrupted_run_keeps_what_is_finished(
-    run: Run, base: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, base: tuple[str, ...], tmp_path: Path, interrupted_at: Callable[[int], None]
 ) -> None:
-    calls: list[int] = []
-    answer = OurEngine.answer
-
-    def interrupted(self: OurEngine, *arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2 + 5:  # after the warm-up of two systems and four turns
-            raise KeyboardInterrupt
-        return answer(self, *arguments)
-
-    monkeypatch.setattr(OurEngine, "answer", interrupted)
+    interrupted_at(2 + 5)  # after the warm-up of two systems and four turns
     result = run(*base, "--drafter", "prompt-lookup", "--out", str(tmp_path / "out"))
     assert result.status == 130
     assert "interrupted after 4 of 8 turns" in result.err
@@ -213,20 +204,8 @@ def test_a_busy_machine_is_told(
     assert ("for 1.00 of the time this process had no core" in result.out) is told
 
 
-def test_different_tokens_fail_and_are_explained(
-    run: Run, base: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = OurEngine.answer
-
-    def tampered(self: OurEngine, *arguments: Any) -> Any:
-        outcome = answer(self, *arguments)
-        if self.name == "plain":
-            return outcome
-        wrong = list(outcome.token_ids[0])
-        wrong[5] = 100 if wrong[5] != 100 else 101
-        return dataclasses.replace(outcome, token_ids=(tuple(wrong),))
-
-    monkeypatch.setattr(OurEngine, "answer", tampered)
+@pytest.mark.usefixtures("tampered")
+def test_different_tokens_fail_and_are_explained(run: Run, base: tuple[str, ...], tmp_path: Path) -> None:
     result = run(*base, "--drafter", "prompt-lookup", "--limit", "2", "--out", str(tmp_path / "out"))
     assert result.status == 1
     assert result.record["identical"] is False and "0 of 2" in result.out

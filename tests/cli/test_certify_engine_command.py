@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +17,6 @@ from support.faulty_peer import FaultyPeer, serve
 from truedraft.certify import Part, xml_text
 from truedraft.cli.terminal import Terminal
 from truedraft.errors import DataError
-from truedraft.measure.peers import Recorded
 
 FUNCTION = """
 import random
@@ -143,18 +141,22 @@ def crash(*_: object, **__: object) -> None:
     raise ZeroDivisionError("in the middle")
 
 
-def test_a_crash_decides_nothing(
+def full(*_: object, **__: object) -> None:
+    raise DataError("the transcript cannot be written (No space left on device)")
+
+
+def test_a_crash_or_a_full_disk_decides_nothing(
     run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit status 1 would say that the engine deviates."""
     xml = tmp_path / "junit.xml"
-    words = (*asked, "--json")
-    monkeypatch.setattr("truedraft.certify.engines.certify_engine", crash)
-    done = run(*words, "--junit", str(xml))
-    assert (done.status, done.record["status"]) == (3, 3)
-    assert "ZeroDivisionError: in the middle" in done.record["error"] and "--transcript FILE" in done.record["error"]
-    assert "Traceback" not in done.err
-    assert ElementTree.fromstring(xml.read_text()).attrib["errors"] == "1"
+    for fails, said in ((crash, "ZeroDivisionError: in the middle"), (full, "No space left on device")):
+        monkeypatch.setattr("truedraft.certify.engines.certify_engine", fails)
+        done = run(*asked, "--json", "--junit", str(xml))
+        assert (done.status, done.record["status"]) == (3, 3)
+        assert said in done.record["error"] and "--transcript FILE" in done.record["error"]
+        assert "Traceback" not in done.err
+        assert ElementTree.fromstring(xml.read_text()).attrib["errors"] == "1"
 
 
 def test_an_interrupt_says_how_to_go_on(
@@ -198,29 +200,11 @@ def test_the_bar_tells_of_each_answer(run: Run, asked: tuple[str, ...], monkeypa
     assert shown[-1][0] == 3000
 
 
-def test_a_disk_that_is_full_decides_nothing(
-    run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Recorded._write
-
-    def full(self: Recorded, record: Mapping[str, Any]) -> None:
-        if "reply" in record:
-            raise DataError("the transcript cannot be written (No space left on device)")
-        write(self, record)
-
-    monkeypatch.setattr(Recorded, "_write", full)
-    words = (*asked, "--json")
-    done = run(*words, "--transcript", str(tmp_path / "kept.jsonl"))
-    assert (done.status, done.record["status"]) == (3, 3)
-    assert "No space left on device" in done.record["error"]
-
-
 def test_files_at_home_and_files_that_cannot_be_written(
     run: Run, asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = (*asked, "--json")
-    words = (*words, "--seed-per-request", "--tokens", "60", "--minutes", "10")
+    words = (*asked, "--json", "--seed-per-request", "--tokens", "60", "--minutes", "10")
     done = run(*words, "--junit", "~/junit.xml", "--transcript", "~/kept.jsonl")
     assert done.status == 1, done.err
     assert (tmp_path / "junit.xml").exists() and (tmp_path / "kept.jsonl").exists()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from cli.tiny import Run
 from truedraft import SamplingParams, load_model
 from truedraft.cli.compare import Comparison, Pair, little_gained, repeated_ngrams, summaries
 from truedraft.core.stats import Counters
-from truedraft.measure.bench import Group, OurEngine, Row, find_difference
+from truedraft.measure.bench import Group, Row, find_difference
 from truedraft.measure.bench.runs import SystemOutput
 
 WORDS = ("--compare", "--json", "--max-tokens", "20", "--dtype", "float32", "--ignore-eos")
@@ -85,18 +84,8 @@ def test_temperature(run: Run, target: str, draft: str, extra: tuple[str, ...], 
     assert ("same distribution; tokens differ" in result.out) is (identical is None)
 
 
-def test_different_tokens_fail_and_are_explained(run: Run, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = OurEngine.answer
-
-    def tampered(self: OurEngine, *arguments: Any) -> SystemOutput:
-        outcome = answer(self, *arguments)
-        if self.name == "plain":
-            return outcome
-        wrong = list(outcome.token_ids[0])
-        wrong[5] = 100 if wrong[5] != 100 else 101
-        return dataclasses.replace(outcome, token_ids=(tuple(wrong),))
-
-    monkeypatch.setattr(OurEngine, "answer", tampered)
+@pytest.mark.usefixtures("tampered")
+def test_different_tokens_fail_and_are_explained(run: Run, target: str) -> None:
     result = run("generate", "hello", "--model", target, *WORDS)
     assert result.status == 1
     assert result.record["identical"] is False
@@ -116,17 +105,10 @@ def test_a_failing_prompt_is_told_and_left_out(run: Run, target: str, tmp_path: 
     assert "error: prompt 1: the prompt has 800 tokens" in result.err
 
 
-def test_ctrl_c_keeps_what_was_measured(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    answer = OurEngine.answer
-
-    def interrupted(self: OurEngine, *arguments: Any) -> SystemOutput:
-        calls.append(1)
-        if len(calls) == 2 + 4:  # after the warm-up of both ways and three turns
-            raise KeyboardInterrupt
-        return answer(self, *arguments)
-
-    monkeypatch.setattr(OurEngine, "answer", interrupted)
+def test_ctrl_c_keeps_what_was_measured(
+    run: Run, target: str, tmp_path: Path, interrupted_at: Callable[[int], None]
+) -> None:
+    interrupted_at(2 + 4)  # after the warm-up of both ways and three turns
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo\nthree\n")
     result = run("generate", "--prompts", str(file), "--model", target, *WORDS)
@@ -158,13 +140,9 @@ def test_figures_of_many_prompts() -> None:
 
 def test_one_odd_prompt_makes_it_not_identical() -> None:
     pairs = ((1.0, 1.0, (1, 2, 3, 4)), (1.0, 1.0, (1, 2, 3, 5)))
-    assert comparison(*pairs).identical is False
-    assert comparison(*pairs).identical_prompts == 1
+    assert (comparison(*pairs).identical, comparison(*pairs).identical_prompts) == (False, 1)
     assert comparison(*pairs, must_agree=False).identical is None
-
-
-def test_answers_without_tokens_are_as_fast_as_each_other() -> None:
-    assert comparison((1.0, 2.0, ())).pairs[0].ratio.mean == 1.0
+    assert comparison((1.0, 2.0, ())).pairs[0].ratio.mean == 1.0, "without tokens none is faster"
 
 
 def test_repeated_ngrams() -> None:

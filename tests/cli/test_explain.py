@@ -42,23 +42,17 @@ def test_one_prompt(run: Run, target: str) -> None:
     assert re.search(r"^ prompt-lookup .* as set", result.err, re.MULTILINE)
     assert re.search(r"^drafted +[0-9 +]+$", result.err, re.MULTILINE)
     assert f"estimated speed-up over plain decoding: {found['speedup']['factor']:.2f} (" in result.err
+    silent = run("generate", "abcabcabc", "--model", target, *(word for word in WORDS if word != "--explain"), *FIXED)
+    assert "decisions" not in silent.record and "speed-up" not in silent.err
 
 
 def test_the_default_controller_gives_its_reasons(run: Run, target: str) -> None:
     result = run("generate", "abcabcabc", "--model", target, *WORDS)
     assert result.status == 0, result.err
-    reasons = {reason for each in result.record["decisions"]["decided"] for reason in each["reasons"]}
+    found = result.record["decisions"]["decided"]
+    reasons = {reason for each in found for reason in each["reasons"]}
     assert reasons <= {"pays", "plain", "probe", "end", "measuring"} and reasons
-    assert all(
-        each["expected_per_step"]
-        for each in result.record["decisions"]["decided"]
-        if not {"end", "measuring"} & {*each["reasons"]}
-    )
-
-
-def test_without_explain_there_is_none_of_it(run: Run, target: str) -> None:
-    result = run("generate", "abcabcabc", "--model", target, *(word for word in WORDS if word != "--explain"), *FIXED)
-    assert "decisions" not in result.record and "speed-up" not in result.err
+    assert all(each["expected_per_step"] for each in found if not {"end", "measuring"} & {*each["reasons"]})
 
 
 def test_many_prompts(run: Run, target: str, tmp_path: Path) -> None:
@@ -95,22 +89,12 @@ def test_one_token_needs_no_decision(run: Run, target: str) -> None:
 
 
 def test_timeline_of_each_step() -> None:
-    lines = timeline(
-        Decisions.of(
-            [
-                decided("draft", 4, 4),
-                decided("draft", 12, 12),
-                decided("draft", 0, 0, "plain"),
-                decided("lookup", 3, 0, "probe"),
-            ]
-        ),
-        80,
-    )
+    drafted = [decided("draft", 4, 4), decided("draft", 12, 12)]
+    steps = [*drafted, decided("draft", 0, 0, "plain"), decided("lookup", 3, 0, "probe")]
+    lines = timeline(Decisions.of(steps), 80)
     assert lines[:3] == ["drafter  dd.?", "drafted  4+ 3", "accepted 4+ 0"]
     assert lines[3] == "d draft · . plain · ? probe · each column is a step, numbers are tokens, + from ten on"
-
-
-def test_timeline_is_no_wider_than_the_terminal() -> None:
+    # No wider than the terminal.
     decisions = Decisions.of([decided("draft", 4, number % 5) for number in range(100)])
     *rows, legend = timeline(decisions, 40)
     assert all(len(row) <= 40 for row in rows) and len({len(row) for row in rows}) == 1

@@ -113,24 +113,3 @@ def test_what_cannot_be_shown_is_told_in_a_sentence(
     refused(run("generate", QUESTION, "--model", str(bare), *image), "fetch its preprocessor_config.json", 1)
     monkeypatch.setitem(sys.modules, "PIL", None)
     refused(run("generate", QUESTION, "--model", seeing, *image), "pip install 'truedraft[images]'", 1)
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ({"prompt": "a", "images": "one.png"}, '"images" must be a list of files'),
-        ({"prompt": "a", "images": [3]}, '"images" must be a list of files'),
-        ({"prompt": [1, 2], "images": ["one.png"]}, "pictures go with a text"),
-        ({"prompt": "a", "images": ["none.png"]}, "there is no file 'none.png'"),
-    ],
-)
-def test_lines_that_name_none_are_refused(run: Run, tmp_path: Path, line: dict[str, Any], told: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(line))
-    refused(run("generate", "--prompts", str(file)), told)
-
-
-def test_other_commands_take_text_alone(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "a", "images": ["one.png"]}))
-    refused(run("bench", "--prompts", str(file)), "this command takes only text")

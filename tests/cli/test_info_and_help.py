@@ -101,10 +101,11 @@ def test_info_without_embedded_models(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_parameters_and_card_are_read_from_files(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    assert parameters_in(tmp_path / "x.safetensors") == 17
     (tmp_path / "README.md").write_text("---\nlicense: x\n---\n\n# A title\n\nWhat it is.\nMore.\n")
-    assert info._summary(tmp_path / "README.md") == "What it is."
-    assert info._summary(tmp_path / "absent.md") is None
+    found = info._embedded("it", lambda name: tmp_path)
+    assert (found["parameters"], found["card"]) == (17, "What it is.")
+    (tmp_path / "README.md").unlink()
+    assert info._embedded("it", lambda name: tmp_path)["card"] is None
 
 
 def test_safetensors_header_is_as_read_here(tmp_path: Path) -> None:
@@ -159,10 +160,8 @@ def test_info_says_how_a_model_runs_and_what_that_costs(run: Run, tmp_path: Path
     assert result.status == 0, result.err
     assert "one text at a time, since it cannot run packed" in runs["note"]
     assert runs["context"] == 48 and {"1", "8", "16"} <= set(runs["forward_s"]) and runs["forward_s"]["1"] > 0
-    assert (
-        runs["context_length"] == 64
-        and runs["cache_bytes"] == 2 * 32 * 64 * {"float32": 4, "bfloat16": 2}[runs["dtype"]]
-    )
+    size = {"float32": 4, "bfloat16": 2}[runs["dtype"]]
+    assert runs["context_length"] == 64 and runs["cache_bytes"] == 2 * 32 * 64 * size
     assert "a chat of 64 tokens takes 0.0 MB of keys and values" in " ".join(result.out.split())
     assert runs["weight_bytes"] > 0 and (runs["read_bytes_per_s"] or 1.0) > 0.0
     told = " ".join(result.out.split())
@@ -197,8 +196,7 @@ def test_divergences_that_info_tells_are_those_that_were_measured() -> None:
 
 
 def test_the_main_job(run: Run) -> None:
-    result = run(
-        "generate", "def quicksort(items):", "--model", "embedded:target", "--compare", "--json", "--max-tokens", "48"
-    )
+    words = ("--model", "embedded:target", "--compare", "--json", "--max-tokens", "48")
+    result = run("generate", "def quicksort(items):", *words)
     assert result.status == 0
     assert result.record["identical"] is True and result.record["drafters"][0] == "draft"

@@ -16,18 +16,6 @@ from truedraft.cli.failures import warn, warnings_as_lines
 from truedraft.errors import ModelError
 from truedraft.measure.bench import runs
 from truedraft.text.tokenizer import Tokenizer
-from truedraft.training import drafts
-
-
-def test_an_interrupted_training(run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "train_draft", interrupt)
-    (tmp_path / "text.txt").write_text("some text\n" * 9)
-    words = ("--model", target, "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "new"), "--json")
-    result = run("train", "draft", *words)
-    assert (result.status, result.record) == (
-        130,
-        {"command": "train draft", "error": "interrupted", "status": 130, "field": None},
-    )
 
 
 def interrupt(*_: object, **__: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cli.tiny import tiny_tokenizer
 from truedraft.cli.terminal import TokenPainter, legend
 from truedraft.core.stats import Counters
@@ -18,40 +20,33 @@ def answer(text: str, ids: list[int], origins: list[Origin]) -> Answer:
     return Answer(text, ids, "length", Counters(), origins, 0, 1, Timing(0.1, 0.2))
 
 
-def test_brackets_without_colours() -> None:
-    ids = TOKENIZER.encode("abcd")
-    painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint(Piece("abcd", ids, [A, A, R, B])) == "ab⟦c⟧⟨d⟩"
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("abcd", [("abcd", 4, [A, A, R, B], "ab⟦c⟧⟨d⟩")]),
+        # A character is marked as the token that completes it.
+        ("aé", [("a", 2, [A, A], "a"), ("é", 1, [R], "⟦é⟧")]),
+        # Text that was held back keeps its marks.
+        ("abc", [("a", 2, [B, R], "⟨a⟩"), ("bc", 1, [A], "⟦b⟧c")]),
+        # Where a stop text may begin inside a character's tokens, its last ones come later than their text.
+        ("aéb", [("aé", 2, [A, R], "a"), ("b", 2, [B, A], "⟨é⟩b")]),
+    ],
+)
+def test_brackets_without_colours(text: str, pieces: list[tuple[str, int, list[Origin], str]]) -> None:
+    ids, painter = TOKENIZER.encode(text), TokenPainter(TOKENIZER, colour=False)
+    for shown, count, origins, painted in pieces:
+        assert painter.paint(Piece(shown, ids[:count], origins)) == painted
+        ids = ids[count:]
 
 
-def test_a_character_is_marked_as_the_token_that_completes_it() -> None:
-    ids = TOKENIZER.encode("aé")
-    painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint(Piece("a", ids[:2], [A, A])) == "a"
-    assert painter.paint(Piece("é", ids[2:], [R])) == "⟦é⟧"
-
-
-def test_text_that_was_held_back_keeps_its_marks() -> None:
-    ids = TOKENIZER.encode("abc")
-    painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint(Piece("a", ids[:2], [B, R])) == "⟨a⟩"
-    assert painter.paint(Piece("bc", ids[2:], [A])) == "⟦b⟧c"
-
-
-def test_text_that_comes_before_its_tokens_waits_for_them() -> None:
-    """Where a stop text may begin inside a character's tokens, its last ones come later than their text."""
+def test_the_end_of_an_answer_is_shown() -> None:
+    """Even what no token brought, and an unfinished character."""
     ids = TOKENIZER.encode("aéb")
     painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint(Piece("aé", ids[:2], [A, R])) == "a"
-    assert painter.paint(Piece("b", ids[2:], [B, A])) == "⟨é⟩b"
-    whole = answer("aébc", ids, [A, R, B, A])
-    assert painter.paint(Piece("c", [], [], whole)) == "c"  # nothing is lost, even what no token brought
-
-
-def test_the_end_of_an_unfinished_character_is_shown() -> None:
-    ids = TOKENIZER.encode("aé")[:2]
-    painter = TokenPainter(TOKENIZER, colour=False)
-    assert painter.paint_answer(answer("a\ufffd", ids, [A, B])) == "a⟨\ufffd⟩"
+    painter.paint(Piece("aéb", ids, [A, R, B, A]))
+    assert painter.paint(Piece("c", [], [], answer("aébc", ids, [A, R, B, A]))) == "c"
+    painter, half = TokenPainter(TOKENIZER, colour=False), ids[:2]
+    assert painter.paint(Piece("a\ufffd", half, [A, B], answer("a\ufffd", half, [A, B]))) == "a⟨\ufffd⟩"
 
 
 def test_ids_where_there_is_no_tokenizer() -> None:

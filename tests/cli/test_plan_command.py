@@ -62,28 +62,6 @@ def test_a_plan(written: tuple[Path, dict[str, Any]]) -> None:
     assert len(list(folder.glob("*.png"))) == 3
 
 
-def test_a_table_for_people(
-    quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
-) -> None:
-    words = ("--model", target, "--drafter", f"draft:{draft}", "--drafter", "prompt-lookup", "--prompts", prompts)
-    out = tmp_path / "mine.json"
-    more = ("--limit", "4", "--runs", "1", "--max-tokens", "8", "--temperature", "1")
-    result = run("plan", *words, *more, "--out", str(out))
-    assert result.status == 0, result.err
-    assert "recommended: " in result.out and "predicted" in result.out and "measured" in result.out
-    ways = ("num_speculative_tokens=", "chains=", "branching=")  # which of them pays, times say
-    assert any(f"draft:{draft},{way}" in result.out for way in ways)
-    assert {file.name for file in tmp_path.glob("mine*.svg")} == {
-        "mine-survival.svg",
-        "mine-costs.svg",
-        "mine-batches.svg",
-    }
-    plan = json.loads(out.read_text())
-    assert plan["check"]["prompts"] == 1 and plan["check"]["speedup"]["low"] is None  # of one prompt no interval
-    assert plan["check"]["identical"] is None  # sampled tokens are not promised to be the same
-    assert plan["sampling"]["temperature"] == 1.0
-
-
 def test_without_words_what_fits_is_tried(quick_curves: Path, run: Run, target: str, prompts: str) -> None:
     result = run("plan", "--model", target, "--prompts", prompts, "--runs", "1", "--max-tokens", "6", "--json")
     assert [each["drafter"].partition(",")[0] for each in result.record["predicted"]] == ["prompt-lookup"]
@@ -127,36 +105,30 @@ def gaining(found: Prediction) -> Prediction:
     return dataclasses.replace(found, speedup=Interval(1.54, 1.5, 1.6))
 
 
-def test_trees_of_a_draft_model(
+def test_chains_and_trees_are_weighed_and_told(
     quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
-    result = run("plan", *words, "--max-tokens", "6", "--out", str(tmp_path / "plan.json"))
+    out = tmp_path / "mine.json"
+    result = run("plan", *words, "--max-tokens", "6", "--temperature", "1", "--out", str(out), "--json")
     assert result.status == 0, result.err
-    drafters = json.loads((tmp_path / "plan.json").read_text())["drafters"]
-    options = [option for each in drafters for option in each["options"]]
-    assert f"draft:{draft},branching=3-2-1" in [option["drafter"] for option in options]
-    assert {option["nodes"] for option in options} >= {1, 8, 14, 15}
-
-
-def test_chains_and_trees_are_weighed_at_a_temperature(
-    quick_curves: Path, run: Run, target: str, draft: str, prompts: str, tmp_path: Path
-) -> None:
-    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
-    more = ("--max-tokens", "6", "--temperature", "1", "--out", str(tmp_path / "plan.json"), "--json")
-    result = run("plan", *words, *more)
-    assert result.status == 0, result.err
-    drafters = json.loads((tmp_path / "plan.json").read_text())["drafters"]
-    options = {option["drafter"] for each in drafters for option in each["options"]}
+    plan = json.loads(out.read_text())
+    options = [option for each in plan["drafters"] for option in each["options"]]
     tried = {f"draft:{draft},chains={count},num_speculative_tokens={n}" for count in (2, 3, 4) for n in (1, LONGEST)}
-    assert options >= tried | {f"draft:{draft},branching=3-2-1", f"draft:{draft},num_speculative_tokens=1"}
+    tried |= {f"draft:{draft},branching=3-2-1", f"draft:{draft},num_speculative_tokens=1"}
+    assert {option["drafter"] for option in options} >= tried
+    assert {option["nodes"] for option in options} >= {1, 8, 14, 15}
     ways = result.record["ways"]
     assert len(ways) == 1 + 3 + 3 and [each["speedup"]["value"] for each in ways] == sorted(
         (each["speedup"]["value"] for each in ways), reverse=True
     )
     assert ways[0]["drafter"] == result.record["predicted"][0]["drafter"]
-    seen = run("plan", *words, *more[:4])
-    assert "the best of each way to draft it" in seen.out and "chains=3,num_speculative_tokens=" in seen.out
+    assert "recommended: " in result.out and "speed-up with as many tokens per call" in result.out
+    assert "the best of each way to draft it" in result.out and "chains=3,num_speculative_tokens=" in result.out
+    assert {file.stem for file in tmp_path.glob("mine*.svg")} == {"mine-survival", "mine-costs", "mine-batches"}
+    assert plan["check"]["prompts"] == 1 and plan["check"]["speedup"]["low"] is None  # of one prompt no interval
+    assert plan["check"]["identical"] is None  # sampled tokens are not promised to be the same
+    assert plan["sampling"]["temperature"] == 1.0
 
 
 def test_generate_and_bench_draft_as_planned(
@@ -221,15 +193,6 @@ def test_a_load(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path) 
     assert bound.record["load"]["replicas"] == {"plain": None, "best": None} and "no number of replicas" in bound.out
 
 
-def test_a_load_that_says_nothing_is_refused(run: Run) -> None:
-    lone = run("plan", "--token-ms", "5", "--json")
-    assert lone.status == 2 and lone.record["field"] == "token_ms" and "is for --load" in lone.err
-    none = run("plan", "--load", "0", "--json")
-    assert none.status == 2 and none.record["field"] == "load", "before a model is loaded"
-    closed = run("plan", "--alpha", "0.5", "--cost", "0.1", "--load", "5", "--json")
-    assert closed.status == 2 and closed.record["field"] == "load" and "curves" in closed.err
-
-
 def test_formulas_alone_load_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
@@ -250,10 +213,3 @@ def test_formulas_where_nothing_pays(run: Run) -> None:
     result = run("plan", "--alpha", "0.2", "--cost", "0.5", "--length", "3", "--json")
     assert result.record["best_length"] == 0 and result.record["length"] == 3 and result.record["speedup"] < 1.0
     assert "no length pays" in result.out
-
-
-def test_drafts_that_never_fit_cost_nothing(run: Run, target: str, tmp_path: Path, quick_curves: Path) -> None:
-    """Answers of one token leave nothing to plan."""
-    (tmp_path / "some.txt").write_text("a\nb\nc\nd\n")
-    result = run("plan", "--model", target, "--prompts", str(tmp_path / "some.txt"), "--max-tokens", "1")
-    assert result.status == 2 and "second token" in result.err

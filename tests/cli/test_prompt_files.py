@@ -72,6 +72,10 @@ def test_a_line_has_options_of_its_own(run: Run, target: str, write: Callable[..
         ({"prompt": "x", "drafter": "none"}, "'drafter' is no option of a line"),
         ({"prompt": "x", "do_sample": 1.1}, "'do_sample' is no option of a line"),
         ({"prompt": [True, 2]}, "(or a list of token ids)"),
+        ({"prompt": "a", "images": "one.png"}, '"images" must be a list of files'),
+        ({"prompt": "a", "images": [3]}, '"images" must be a list of files'),
+        ({"prompt": [1, 2], "images": ["one.png"]}, "pictures go with a text"),
+        ({"prompt": "a", "images": ["none.png"]}, "there is no file 'none.png'"),
         ('{"prompt": ' + "[" * 100_000, "line 1: JSON that nobody can read"),
         ('{"prompt": [' + "9" * 5000 + "]}", "line 1: JSON that nobody can read"),
     ],
@@ -111,9 +115,10 @@ def test_what_a_json_list_cannot_say(tmp_path: Path, content: str, phrase: str) 
     assert phrase in str(refused.value)
 
 
-def test_other_commands_take_no_options_from_lines(write: Callable[..., str]) -> None:
-    with pytest.raises(DataError, match="'seed' is one; remove it"):
-        read_prompts(None, write({"prompt": "x", "seed": 1}))
+def test_other_commands_take_neither_options_nor_images_from_lines(write: Callable[..., str]) -> None:
+    for more, told in (({"seed": 1}, "'seed' is one; remove it"), ({"images": ["a.png"]}, "takes only text")):
+        with pytest.raises(DataError, match=told):
+            read_prompts(None, write({"prompt": "x", **more}))
 
 
 def test_half_a_character_is_refused_with_its_line(write: Callable[..., str]) -> None:
@@ -122,9 +127,12 @@ def test_half_a_character_is_refused_with_its_line(write: Callable[..., str]) ->
 
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
-    for name, content in (("a.txt", "one\r\ntwo\r\n"), ("a.jsonl", '{"prompt": "one"}\r\n{"prompt": "two"}\r\n')):
+    for name, content in (
+        ("a.txt", "one\r\n\r\n  two\r\n"),
+        ("a.jsonl", '{"prompt": "one"}\r\n{"prompt": "  two"}\r\n'),
+    ):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
-        assert [each.prompt for each in read_prompts(None, str(tmp_path / name))] == ["one", "two"]
+        assert [each.prompt for each in read_prompts(None, str(tmp_path / name))] == ["one", "  two"]
 
 
 def test_the_home_of_nobody(run: Run) -> None:

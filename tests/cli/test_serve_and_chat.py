@@ -117,14 +117,6 @@ def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.M
     monkeypatch.setattr(serve, "_log_to_standard_error", lambda: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     for words, message in (
-        (("--port", "99999"), "--port"),
-        (("--port", "-1"), "--port must be 0 or more, got -1"),
-        (("--host", "no.such.host.invalid"), "--host 'no.such.host.invalid' cannot be listened on"),
-        (("--api-key-file", "missing"), "--api-key-file cannot be read"),
-        (("--tls-key", "missing"), "--tls-key cannot be read"),
-        (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
-        (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
-        (("--chat-template", "missing"), "--chat-template cannot be read"),
         (("--learn",), "can learn while it serves: heads that were trained, and draft models"),
         (("--learn-keep-s", "9"), "--learn-keep-s has no effect without --learn"),
         (("--learn", "--learn-share", "2"), "--learn-share must lie in (0, 1], got 2.0"),
@@ -144,7 +136,11 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
     nothing = str(file)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words, message in (
+            (("--port", "99999"), "--port"),
+            (("--port", "-1"), "--port must be 0 or more, got -1"),
+            (("--host", "no.such.host.invalid"), "--host 'no.such.host.invalid' cannot be listened on"),
             (("--api-key-file", "missing"), "--api-key-file cannot be read"),
+            (("--tls-key", "missing"), "--tls-key cannot be read"),
             (("--chat-template", "missing"), "--chat-template cannot be read"),
             (("--allow-rule", "nonsense"), "unknown rule 'nonsense'"),
             (("--max-body-bytes", "many"), "--max-body-bytes must be a size"),
@@ -184,12 +180,8 @@ def test_half_requests_take_nobodys_place() -> None:
 
 
 def test_a_talk_with_a_model_here(talk: Talk) -> None:
-    done = talk(
-        "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/exit\nnothing is asked behind it\n",
-        "embedded:target",
-        "--drafter",
-        "prompt-lookup",
-    )
+    lines = "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/exit\nnothing is asked behind it\n"
+    done = talk(lines, "embedded:target", "--drafter", "prompt-lookup")
     assert done.status == 0, done.err
     assert [turn["message"] for turn in done.record["turns"]] == ["class Stack:", "class Stack:"]
     assert done.record["turns"][0]["text"] == done.record["turns"][1]["text"] != ""
@@ -197,13 +189,8 @@ def test_a_talk_with_a_model_here(talk: Talk) -> None:
 
 
 def test_once_more_is_the_last_message_of_what_is_remembered(talk: Talk) -> None:
-    done = talk(
-        "a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n",
-        "--model",
-        "embedded:target",
-        "--drafter",
-        "none",
-    )
+    lines = "a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n"
+    done = talk(lines, "--model", "embedded:target", "--drafter", "none")
     assert done.status == 0, done.err
     assert [turn["message"] for turn in done.record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
     assert len({turn["text"] for turn in done.record["turns"][1:]}) == 1

@@ -89,31 +89,11 @@ def test_json_is_one_line_that_steers_no_terminal_and_means_the_same() -> None:
     assert json.loads(line) == record
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("END", "END"),
-        (r"\n\n", "\n\n"),
-        (r"\t\r", "\t\r"),
-        (r"\\n", "\\n"),
-        (r"\u20ac", "€"),
-        (r"\ud83d\ude00!", "😀!"),
-    ],
-)
-def test_escapes_that_are_typed(typed: str, meant: str) -> None:
-    assert from_escapes(typed, "--stop") == meant
-
-
-@pytest.mark.parametrize(
-    ("typed", "phrase"),
-    [
-        (r"\d", r"the escape \d, which means nothing"),
-        ("end\\", "the escape \\,"),
-        (r"\u12", r"\u, which"),
-        (r"\ud83d", "half a"),
-    ],
-)
-def test_escapes_that_mean_nothing_are_refused(typed: str, phrase: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        from_escapes(typed, "--stop")
-    assert phrase in str(refused.value) and str(refused.value).startswith("--stop ")
+def test_escapes_that_are_typed() -> None:
+    meant = {"END": "END", r"\n\n": "\n\n", r"\t\r": "\t\r", r"\\n": "\\n", r"\u20ac": "€", r"\ud83d\ude00!": "😀!"}
+    assert {typed: from_escapes(typed, "--stop") for typed in meant} == meant
+    wrong = {r"\d": r"the escape \d, which means nothing", "end\\": "the escape \\,", r"\u12": r"\u, which"}
+    for typed, phrase in (wrong | {r"\ud83d": "half a"}).items():
+        with pytest.raises(OptionError) as refused:
+            from_escapes(typed, "--stop")
+        assert phrase in str(refused.value) and str(refused.value).startswith("--stop ")

@@ -41,7 +41,7 @@ def test_a_trained_draft_drafts(
     out = str(tmp_path / "draft")
     words = ("train", "draft", "--model", target, "--data", text, "--out", out, "--keep-work", *SMALL)
     result = run(*words, "--json")
-    assert result.status == 0
+    assert (result.status, result.complaint) == (0, "")
     record = result.record
     assert record["steps"] == 4 and record["tokens"] == 256 and 0 < record["held_out"]["alpha"] <= 1
     assert "alpha" in result.out and "greedy agreement" in result.out
@@ -65,6 +65,10 @@ def test_a_trained_draft_drafts(
     again = run(*words)
     assert again.status == 2 and "holds a training; add --resume" in again.err
     assert run(*words, "--resume").status == 0
+    other = run(*words, "--resume", "--width", "32", "--learning-rate", "0.1", "--length", "32")
+    assert other.status == 2 and other.err.count("\n") == 1
+    for phrase in ("--width was 16 and is now 32", "--learning-rate was 0.002 and is now 0.1", "--length was 16"):
+        assert phrase in other.err
 
 
 def test_ctrl_c_saves_says_where_and_the_same_command_goes_on(
@@ -107,38 +111,10 @@ def test_a_second_training_in_one_folder_is_refused(run: Run, target: str, text:
             assert (result.status, result.err) == (2, f"{busy} a new folder\n")
 
 
-def test_going_on_with_other_options_names_them(run: Run, target: str, text: str, tmp_path: Path) -> None:
-    words = (
-        "train",
-        "draft",
-        "--model",
-        target,
-        "--data",
-        text,
-        "--out",
-        str(tmp_path / "draft"),
-        "--keep-work",
-        *SMALL,
-    )
-    first = run(*words)
-    assert (first.status, first.complaint) == (0, "")
-    result = run(*words, "--resume", "--width", "32", "--learning-rate", "0.1", "--length", "32")
-    assert result.status == 2 and result.err.count("\n") == 1
-    for phrase in ("--width was 16 and is now 32", "--learning-rate was 0.002 and is now 0.1", "--length was 16"):
-        assert phrase in result.err
-
-
-def test_a_short_step_takes_short_sequences(run: Run, target: str, text: str, tmp_path: Path) -> None:
-    few = ("--steps", "2", "--tokens-per-step", "96", "--width", "16")
-    result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *few)
+def test_sequences_are_as_short_as_a_step_and_a_context_want(run: Run, target: str, text: str, tmp_path: Path) -> None:
+    words = ("train", "draft", "--model", target, "--data", text, "--steps", "2", "--width", "16")
+    result = run(*words, "--out", str(tmp_path / "short"), "--tokens-per-step", "96")
     assert (result.status, result.complaint) == (0, "")
-
-
-def test_a_context_that_is_too_short_is_said(run: Run, target: str, text: str, tmp_path: Path) -> None:
-    long = ("--steps", "2", "--tokens-per-step", "1024", "--length", "64", "--width", "16")
-    result = run("train", "draft", "--model", target, "--data", text, "--out", str(tmp_path / "draft"), *long)
-    assert result.status == 0
-    assert (
-        "truedraft: note: the context is 512 tokens, so training uses sequences of 64, "
-        "and of 512 while the rate decays\n"
-    ) in result.err
+    result = run(*words, "--out", str(tmp_path / "long"), "--tokens-per-step", "1024", "--length", "64")
+    said = "note: the context is 512 tokens, so training uses sequences of 64, and of 512 while the rate decays\n"
+    assert result.status == 0 and f"truedraft: {said}" in result.err

@@ -51,9 +51,8 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     other = run(*words, "--resume", "--stage", "2")
     assert other.status == 2 and "finished heads of stage 1" in other.err and f"--start-from {out}" in other.err
     other = run(*words, "--resume", "--prompt-tokens", "15")
-    assert (
-        other.status == 2 and "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes) was" in other.err
-    )
+    said = "the prompts (--data, --held-out, --tokens, --prompt-tokens, --minutes) was"
+    assert other.status == 2 and said in other.err
 
     words = tuple(word for word in words if word != "--keep-work")
     assert run(*words, "--resume").status == 0

@@ -63,5 +63,7 @@ def test_ctrl_c_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(*function, interrupted)
-    result = run("train", kind, "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL[kind])
+    words = ("train", kind, "--model", target, "--data", text, "--out", str(tmp_path / "out"), *SMALL[kind])
+    result = run(*words, "--json")
     assert result.status == 130 and f"{told} begins again\n" in result.err
+    assert result.record == {"command": f"train {kind}", "error": "interrupted", "status": 130, "field": None}

@@ -35,17 +35,9 @@ def save_tiny_llama(folder: Path, seed: int, layers: int, chat: bool = False) ->
     if chat:
         tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-        eos_token_id=0,
-        bos_token_id=0,
-    )
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.25, eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
     torch.manual_seed(seed)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

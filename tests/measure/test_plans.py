@@ -183,7 +183,7 @@ def test_steps_that_draft_nothing_cost_no_rows() -> None:
 def test_break_even_and_batches() -> None:
     made = plan_of(chains(), row_s=0.002)
     (best,) = made.best()
-    over = dict(made.over_batches(best))
+    over = dict(made.there().over_batches(best))
     assert over[1] > 1.0 > over[64]
     first = made.break_even(best)
     assert first is not None
@@ -242,14 +242,8 @@ def asked(count: int = 4) -> list[tuple[str, list[int], SamplingParams]]:
 
 def test_a_plan_and_its_file(tmp_path: Path, costs: StepCosts) -> None:
     seen: list[float] = []
-    made = make_plan(
-        packed("llama"),
-        ["prompt-lookup,min_ngram=1"],
-        asked(),
-        GREEDY,
-        costs=costs,
-        progress=lambda done, remark: seen.append(done),
-    )
+    words, told = ["prompt-lookup,min_ngram=1"], lambda done, remark: seen.append(done)
+    made = make_plan(packed("llama"), words, asked(), GREEDY, costs=costs, progress=told)
     assert seen == sorted(seen) and seen[-1] == 1.0
     assert made.tokens == 4 * 29 and made.prompts == 4
     assert [each.nodes for each in made.drafters[0].options] == list(range(1, LONGEST + 1))

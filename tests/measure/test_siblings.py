@@ -18,7 +18,7 @@ from truedraft.core.proposal import DrawKind
 from truedraft.core.rank_tree import RankPath, RankTree
 from truedraft.drafters import DraftModel
 from truedraft.measure.traces import trace_answers
-from truedraft.measure.walks import ChainDraws, Draws, TreeDraws, Walk, draws_of, walk_along
+from truedraft.measure.walks import ChainDraws, TreeDraws, Walk, draws_of, walk_along
 from truedraft.testing import MarkovModel
 from truedraft.verification import SpeculativeSampling
 from truedraft.verification.rule import DrawnToken, JudgedRow
@@ -77,16 +77,14 @@ def test_chains_are_accepted_as_the_kernel_says(p: list[float], q: list[float]) 
     for token in range(len(p)):
         if p[token] == 0.0:
             continue
-        draws = ChainDraws(3)
-        draws.note(p[token], target, draft, token)
-        (factors,) = draws._places
+        factors = ChainDraws(3).factors(p[token], target, draft, token)
         for came in (1, 2, 3):
             exact = by_the_kernel(target, draft, came, DrawKind.INDEPENDENT)
             for below in (1, 2, 3):
                 assert factors[came, below] * p[token] == pytest.approx(exact.get((token, below), 0.0), abs=1e-12)
         single = TreeDraws((1,), seed=0)
-        single.note(p[token], None, draft, token)
-        assert single.survival(0, 1)[0] == pytest.approx(factors[1].sum(), abs=1e-12)
+        survival = single.survival([single.factors(p[token], None, draft, token)])
+        assert survival[0] == pytest.approx(factors[1].sum(), abs=1e-12)
 
 
 @pytest.mark.parametrize(("p", "q"), WORLDS)
@@ -97,10 +95,9 @@ def test_draws_without_replacement_are_accepted_as_the_kernel_says(p: list[float
         if p[token] == 0.0:
             continue
         draws = TreeDraws((3, 2, 1), seed=1)
-        for _ in range(4000):
-            draws.note(p[token], target, draft, token)
-        means = np.mean(draws._places, axis=0)
-        assert max(map(max, draws._places)) <= 1.0 + 1e-12
+        places = [draws.factors(p[token], target, draft, token) for _ in range(4000)]
+        means = np.mean(places, axis=0)
+        assert max(map(max, places)) <= 1.0 + 1e-12
         for width in (1, 2, 3):
             exact = by_the_kernel(target, draft, width, DrawKind.WITHOUT_REPLACEMENT)
             share = sum(mass for (of, _), mass in exact.items() if of == token)
@@ -109,27 +106,19 @@ def test_draws_without_replacement_are_accepted_as_the_kernel_says(p: list[float
 
 def test_survival_follows_the_chains_that_are_left() -> None:
     """Two chains over two equal distributions: both pass with q(x), and where one does the other was elsewhere."""
-    law = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    draws = ChainDraws(2)
-    for _ in range(2):
-        draws.note(0.5, law, law, 0)
-    # The first draw is always accepted where p = q, so the trace's token is one that was drafted first.
-    assert draws.survival(0, 2).tolist() == [1.0, 1.0]
+    law, draws = torch.tensor([0.5, 0.5], dtype=torch.float64), ChainDraws(2)
     apart = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    draws.note(0.5, law, apart, 0)
-    assert draws.survival(0, 3).tolist() == [1.0, 1.0, 0.0]
-    draws.note(0.5, law, None, 0)
-    assert draws.survival(3, 1).tolist() == [0.0]
+    alike, other, none = (draws.factors(0.5, law, q, 0) for q in (law, apart, None))
+    # The first draw is always accepted where p = q, so the trace's token is one that was drafted first.
+    assert draws.survival([alike, alike, other]).tolist() == [1.0, 1.0, 0.0]
+    assert draws.survival([none]).tolist() == [0.0]
 
 
 def test_which_draws_a_drafter_makes() -> None:
     _, small = pair()
-    made: list[tuple[type[Draws], DraftModel]] = [
-        (TreeDraws, DraftModel(small, 3)),
-        (ChainDraws, DraftModel(small, 3, chains=2)),
-        (TreeDraws, DraftModel(small, branching=(2, 1))),
-    ]
-    assert all(type(draws_of(drafter, 0)) is kind for kind, drafter in made)
+    assert isinstance(draws_of(DraftModel(small, 3), 0), TreeDraws)
+    assert isinstance(draws_of(DraftModel(small, 3, chains=2), 0), ChainDraws)
+    assert isinstance(draws_of(DraftModel(small, branching=(2, 1)), 0), TreeDraws)
 
 
 # ------------------------------------------------------------------------------- whole answers

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from truedraft.cli.failures import DONE, FAILED, warn
 from truedraft.cli.prompts import PromptRequest, read_prompts
@@ -29,6 +29,8 @@ _LEFT_OUT = {
     "prompts": ("image",),
 }
 _PLAIN, _SPECULATIVE = "plain", "speculative"
+_COUNTS = ("steps", "target_calls", "drafted")
+_Search: TypeAlias = "tuple[BeamAnswer, float]"  # a finished beam search, and its seconds
 
 
 @dataclass(frozen=True)
@@ -51,41 +53,25 @@ class BeamOptions:
     num_return_sequences: int = option(1, "Write so many of the best beams.", "N", least=1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """A finished beam search."""
-
-    answer: BeamAnswer
-    elapsed_s: float
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        return {"elapsed_s": self.elapsed_s} | record_of(self.answer, "steps", "target_calls", "drafted")
-
-
 @dataclass(slots=True)
 class _Found:
-    """The searches of one prompt.
-
-    Attributes:
-        searches: the runs, "plain" or "speculative"; without --compare one run of one kind.
-    """
+    """The searches of one prompt."""
 
     name: str
     prompt_tokens: int = 0
-    searches: dict[str, list[_Search]] = field(default_factory=dict)
+    searches: dict[str, list[_Search]] = field(default_factory=dict)  # runs; without --compare one "speculative" one
     error: str | None = None
 
     @property
     def beams(self) -> Sequence[Beam]:
         """The beams of speculative search, the best first."""
-        return self.searches[_SPECULATIVE][0].answer.beams
+        return self.searches[_SPECULATIVE][0][0].beams
 
     @property
     def identical(self) -> bool:
         """Whether all runs found the same beams in the same order."""
-        runs = [search for searches in self.searches.values() for search in searches]
-        return len({tuple(beam.token_ids for beam in run.answer.beams) for run in runs}) == 1
+        runs = [answer for searches in self.searches.values() for answer, _ in searches]
+        return len({tuple(beam.token_ids for beam in answer.beams) for answer in runs}) == 1
 
     @property
     def speedup(self) -> float:
@@ -93,10 +79,14 @@ class _Found:
         return self.median_s(_PLAIN) / self.median_s(_SPECULATIVE)
 
     def median_s(self, way: str) -> float:
-        return statistics.median(search.elapsed_s for search in self.searches[way])
+        return statistics.median(elapsed_s for _, elapsed_s in self.searches[way])
 
     def total(self, way: str, count: str) -> int:
-        return int(self.searches[way][0].counts[count])
+        return int(getattr(self.searches[way][0][0], count))
+
+    def counts(self, way: str) -> dict[str, Any]:
+        """For JSON."""
+        return {"elapsed_s": self.median_s(way)} | record_of(self.searches[way][0][0], *_COUNTS)
 
 
 def search_beams(options: GenerateOptions) -> int:
@@ -166,11 +156,7 @@ def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, Bea
     with loading(terminal.err, stack.model):
         target = load_target(stack, options.machine)
         draft = draft_from_spec(stack.drafter, target, stack.drafters_dir, tell=warn)
-        more: dict[str, Any] = {
-            "num_beams": beams.num_beams,
-            "length_penalty": beams.length_penalty,
-            "early_stopping": _EARLY[beams.early_stopping],
-        }
+        more = record_of(beams, "num_beams", "length_penalty") | {"early_stopping": _EARLY[beams.early_stopping]}
         plain = BeamSearch(target, **more)
         if draft is None:
             return plain, plain
@@ -196,7 +182,7 @@ def _answer(
         ids = encode_prompt(search.target, prompt.prompt)
         found.prompt_tokens = len(ids)
         first = _timed(search, ids, params.max_tokens)
-        _write(found.name if not single else None, first.answer.beams, options, terminal)
+        _write(found.name if not single else None, first[0].beams, options, terminal)
         if not options.report.compare:
             found.searches = {_SPECULATIVE: [first]}
             return found
@@ -215,8 +201,7 @@ def _answer(
 
 def _timed(search: BeamSearch, ids: Sequence[int], max_tokens: int) -> _Search:
     started = time.perf_counter()
-    answer = search.generate(ids, max_tokens)
-    return _Search(answer, time.perf_counter() - started)
+    return search.generate(ids, max_tokens), time.perf_counter() - started
 
 
 def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, terminal: Terminal) -> None:
@@ -232,9 +217,7 @@ def _write(name: str | None, beams: Sequence[Beam], options: GenerateOptions, te
 
 
 def _line(found: Sequence[_Found], options: GenerateOptions) -> str:
-    calls, steps, drafted = (
-        sum(each.total(_SPECULATIVE, count) for each in found) for count in ("target_calls", "steps", "drafted")
-    )
+    steps, calls, drafted = (sum(each.total(_SPECULATIVE, count) for each in found) for count in _COUNTS)
     elapsed_s = sum(each.median_s(_SPECULATIVE) for each in found)
     parts = [f"{options.beams.num_beams} beams", f"{steps} steps in {calls} calls of the target in {elapsed_s:.2f} s"]
     if drafted:
@@ -298,6 +281,6 @@ def _prompt_record(found: _Found, options: GenerateOptions) -> dict[str, Any]:
     returned = found.beams[: options.beams.num_return_sequences]
     beams = {"beams": [dataclasses.asdict(beam) for beam in returned]}
     if not options.report.compare:
-        return about | beams | found.searches[_SPECULATIVE][0].counts
-    sides = {way: searches[0].counts | {"elapsed_s": found.median_s(way)} for way, searches in found.searches.items()}
+        return about | beams | found.counts(_SPECULATIVE)
+    sides = {way: found.counts(way) for way in found.searches}
     return about | beams | {"speedup": found.speedup, "identical": found.identical} | sides

@@ -224,6 +224,7 @@ def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None
         empty_answers,
         shown,
         summarise,
+        time_without_core,
         unsettled_steps,
         vocabulary_costs,
     )
@@ -248,13 +249,14 @@ def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None
         *unsettled_steps(summaries),
         *(each.describe() for each in vocabularies),
         *differences,
-        *_disturbance(results, circumstances.device),
     ]
+    if circumstances.device.startswith("cpu") and (waited := time_without_core(results.rows)) >= _DISTURBED:
+        others = "others use this machine, and times are too long"
+        notes.append(f"for {waited:.2f} of the time this process had no core: {others}")
     wrong = [f"error: {failure.describe()}" for failure in results.failures]
     if results.interrupted:
-        wrong.append(
-            f"interrupted after {len(results.rows)} of {run.turns} turns; some answered one prompt more than others"
-        )
+        turns = f"{len(results.rows)} of {run.turns} turns"
+        wrong.append(f"interrupted after {turns}; some answered one prompt more than others")
     for each in wrong:
         say(each)
     if best:
@@ -280,16 +282,6 @@ def _print_summaries(
         notes = [*notes, "cost curves are of an earlier run; --refresh-costs measures them now"]
     for note in notes:
         terminal.print(f"note: {note}", style="dim")
-
-
-def _disturbance(results: Results, device: str) -> list[str]:
-    """A note if this process often had to wait for a CPU core."""
-    from truedraft.measure.bench import time_without_core
-
-    waited = time_without_core(results.rows)
-    if not device.startswith("cpu") or waited < _DISTURBED:
-        return []
-    return [f"for {waited:.2f} of the time this process had no core: others use this machine, and times are too long"]
 
 
 def _differences(suite: Suite, results: Results, groups: Sequence[Group], circumstances: Circumstances) -> list[str]:

@@ -105,17 +105,13 @@ def stack(options: CertifyOptions) -> int:
     """
     began, seconds, terminal = time.monotonic(), options.check.seconds, Terminal()
     with ReportWriter.open("stack", options.report, terminal) as writer:
-        seed = _drawn_seed(options.check.seed)
+        seed = secrets.randbits(31) if options.check.seed is None else options.check.seed
         params = dataclasses.replace(options.sampling, seed=seed if options.check.seeded else None)
         check_rule(options.stack.rule, params, "seeded")
         prompts = read_prompts(None, options.check.prompts)
         options = dataclasses.replace(options, stack=with_model(options.stack))
         report, about = _certified(options, prompts, params, seed, began + seconds, terminal)
         return writer.write(report, about | {"seed": seed})
-
-
-def _drawn_seed(seed: int | None) -> int:
-    return secrets.randbits(31) if seed is None else seed
 
 
 def _certified(
@@ -201,7 +197,7 @@ def sampler(options: SamplerOptions) -> int:
             report = certify_sampler(
                 tested,
                 seconds=seconds,
-                seed=_drawn_seed(options.seed),
+                seed=secrets.randbits(31) if options.seed is None else options.seed,
                 tell=lambda done: show(int(done * STEPS), tested.name),
             )
         return writer.write(report, {"machine": machine_facts()})
@@ -302,9 +298,8 @@ def _junit_of(error: UndecidedError) -> str:
     """A run that ended early as JUnit XML: one test case with an error."""
     from truedraft.certify import xml_text
 
-    suite = ElementTree.Element(
-        "testsuite", name="truedraft certify", tests="1", failures="0", errors="1", skipped="0", time="0"
-    )
+    about = {"name": "truedraft certify", "tests": "1", "failures": "0", "errors": "1", "skipped": "0", "time": "0"}
+    suite = ElementTree.Element("testsuite", about)
     case = ElementTree.SubElement(suite, "testcase", classname="certify", name="a verdict is reached", time="0")
     ElementTree.SubElement(case, "error", message=visible(str(error)), type="undecided")
     return xml_text(suite)

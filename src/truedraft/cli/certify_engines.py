@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,15 +34,8 @@ if TYPE_CHECKING:
     from truedraft.progress import Progress
 
 _OURS = (
-    "adapters",
-    "drafter",
-    "drafters_dir",
-    "rule",
-    "controller",
-    "plan",
-    "max_cache_bytes",
-    "gpu_memory_utilization",
-)
+    "adapters", "drafter", "drafters_dir", "rule", "controller", "plan", "max_cache_bytes", "gpu_memory_utilization"
+)  # fmt: skip
 # The tests choose the lengths of answers, and request logprobs where the engine has them.
 _NOT_REQUESTED = (*NOT_CERTIFIED, "max_tokens", "logprobs", "logprobs_mode")
 
@@ -134,8 +127,14 @@ def engine(options: EngineOptions) -> int:
     """
     from truedraft.certify import Part
     from truedraft.certify.engines import certify_engine
+    from truedraft.models.loading import load_model
 
-    _check_one(options)
+    if options.endpoint is not None and options.process is not None:
+        raise OptionError("and URL name two things to certify; leave one of them out", field="process")
+    if options.endpoint is None and options.process is None:
+        raise OptionError("names what is certified, or --process MODULE:FUNCTION does; give one", field="endpoint")
+    if options.process is not None and (given := changed_fields(options.server)):
+        raise OptionError("is for a server, and --process names a function; leave it out", field=given[0])
     with contextlib.ExitStack() as opened:
         session = _Session("engine", options, opened)
         set_threads(options.machine.threads)
@@ -146,7 +145,10 @@ def engine(options: EngineOptions) -> int:
         with _errors_undecided():
             with waiting(session.terminal.err, "loading the model"):
                 target, rounded = _judges(options)
-                drafts = _drafts(options)
+                drafts: dict[str, LanguageModel] = {}
+                if options.draft_model is not None:
+                    with errors_about("draft_model"):
+                        drafts["the draft model"] = load_model(options.draft_model, **options.machine.of_models)
             run = partial(certify_engine, rounded=rounded, drafts=drafts, allowance=options.allowance)
             report = session.report(run, [Part.GREEDY, Part.SAMPLED, Part.BEHAVIOUR], judge=[target])
         return session.write(report)
@@ -168,17 +170,6 @@ def compare(options: CompareOptions) -> int:
         return session.write(report)
 
 
-def _check_one(options: EngineOptions) -> None:
-    """Refuse two engines, no engine, and server options without a server."""
-    endpoint, process = options.endpoint, options.process
-    if endpoint is not None and process is not None:
-        raise OptionError("and URL name two things to certify; leave one of them out", field="process")
-    if endpoint is None and process is None:
-        raise OptionError("names what is certified, or --process MODULE:FUNCTION does; give one", field="endpoint")
-    if process is not None and (given := changed_fields(options.server)):
-        raise OptionError("is for a server, and --process names a function; leave it out", field=given[0])
-
-
 def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None]:
     """The scoring model, in float32 if it is not too large, and the same in the engine's dtype, for rounding.
 
@@ -191,15 +182,6 @@ def _judges(options: EngineOptions) -> tuple[LanguageModel, LanguageModel | None
         coarse = replace(machine, dtype="bfloat16") if machine.dtype == "auto" else machine
         rounded = load_target(options.stack, coarse)
         return load_target(options.stack, replace(machine, dtype="float32")), rounded
-
-
-def _drafts(options: EngineOptions) -> Mapping[str, LanguageModel]:
-    from truedraft.models.loading import load_model
-
-    if options.draft_model is None:
-        return {}
-    with errors_about("draft_model"):
-        return {"the draft model": load_model(options.draft_model, **options.machine.of_models)}
 
 
 @contextlib.contextmanager
@@ -219,11 +201,10 @@ class _Session:
         _ = self._requests.seconds  # an invalid time is refused before anything is opened
         self._params = replace(options.sampling, seed=self._requests.first_seed)
         self._transcript = check_output_file("transcript", self._requests.transcript)
-        advice = (
-            "nothing was decided; with --transcript FILE answers are kept, and the same command continues from them"
-        )
-        if self._transcript is not None:
-            advice = f"what was answered is kept in {self._requests.transcript}; the same command continues from there"
+        advice = f"what was answered is kept in {self._requests.transcript}; the same command continues from there"
+        if self._transcript is None:
+            kept = "with --transcript FILE answers are kept, and the same command continues from them"
+            advice = f"nothing was decided; {kept}"
         self.terminal = Terminal()
         self._writer = opened.enter_context(ReportWriter.open(command, options.report, self.terminal, advice))
         self._prompts = read_prompts(None, self._requests.prompts)

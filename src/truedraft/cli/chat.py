@@ -65,17 +65,14 @@ class _Turn:
 class _Conversation:
     """A conversation."""
 
-    messages: list[dict[str, str]] = field(default_factory=list)
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)  # but the system message
     turns: list[_Turn] = field(default_factory=list)
     failed: bool = False  # whether a message got no answer
 
-    def reset(self) -> None:
-        """Remove all messages except the system message."""
-        self.messages = [each for each in self.messages if each["role"] == "system"]
-
-    def set_system(self, text: str) -> None:
-        others = [each for each in self.messages if each["role"] != "system"]
-        self.messages = [{"role": "system", "content": text}, *others]
+    @property
+    def whole(self) -> list[dict[str, str]]:
+        return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.messages]
 
 
 def chat(options: ChatOptions) -> int:
@@ -86,9 +83,7 @@ def chat(options: ChatOptions) -> int:
         partner = _Server(options.talk.url, _requested_model(options), options.sampling, terminal.note)
     else:
         partner = _Local(options, terminal)
-    talk = _Conversation()
-    if options.talk.system is not None:
-        talk.set_system(options.talk.system)
+    talk = _Conversation(options.talk.system)
     if _interactive():
         what = "Talk to" if partner.chats else "No chat template: what you write is continued by"
         terminal.note(f"{what} {visible(partner.name)}. /help lists the commands.")
@@ -132,10 +127,10 @@ def _command(line: str, talk: _Conversation, terminal: Terminal) -> bool:
     if word == "/help":
         terminal.note(_HELP)
     elif word == "/reset":
-        talk.reset()
+        talk.messages.clear()
         terminal.note("forgotten")
     elif word == "/system" and rest:
-        talk.set_system(rest)
+        talk.system = rest
         terminal.note("set")
     elif word == "/stats":
         terminal.note(_stats(talk.turns[-1]) if talk.turns else "nothing was answered yet")
@@ -161,7 +156,7 @@ def _take_turn(line: str, talk: _Conversation, partner: _Local | _Server, termin
     talk.messages.append({"role": "user", "content": line})
     began = time.perf_counter()
     try:
-        partner.answer(talk.messages, turn, terminal.write)
+        partner.answer(talk.whole, turn, terminal.write)
     except KeyboardInterrupt:
         terminal.end_line()
         terminal.note("broken off")
@@ -191,11 +186,7 @@ def _stats(turn: _Turn) -> str:
 
 
 class _Local:
-    """Answers with a model in this process.
-
-    Attributes:
-        chats: whether the model has a chat template; otherwise the text is continued.
-    """
+    """Answers with a model in this process."""
 
     def __init__(self, options: ChatOptions, terminal: Terminal) -> None:
         self._params, self._talk, self._terminal = options.sampling, options.talk, terminal
@@ -206,7 +197,7 @@ class _Local:
         self.name, tokenizer = engine.target.name, engine.target.tokenizer
         if tokenizer is None:
             raise OptionError(f"{self.name!r} has no tokenizer, so there is no text to talk in", field="model")
-        self.chats, self._tokenizer = bool(tokenizer.chat_template), tokenizer
+        self.chats, self._tokenizer = bool(tokenizer.chat_template), tokenizer  # else text is continued
 
     def answer(self, messages: list[dict[str, str]], turn: _Turn, show: Callable[[str], None]) -> None:
         """Answer the last message, or without a chat template continue the text of all messages."""
@@ -238,12 +229,7 @@ def _requested_model(options: ChatOptions) -> str | None:
 
 
 class _Server:
-    """Answers with a model on a server; has the attributes of `_Local`.
-
-    Args:
-        url: of the server, with or without /v1 at its end.
-        model: None is the server's first.
-        notify: called with a sentence when the server delays the request.
+    """Answers with a model on a server, by default its first; has the attributes of `_Local`.
 
     Raises OptionError if the address, the key or the model cannot be used, PeerError if no server with a model answers.
     """
@@ -280,9 +266,8 @@ class _Server:
         params = self._params
         body: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
         body |= record_of(params, "max_tokens", "temperature", "top_p", "top_k", "min_p")
-        body |= {"seed": params.seed} if params.seed is not None else {}
-        body |= {"stop_token_ids": list(params.stop_token_ids)} if params.stop_token_ids else {}
-        body |= {"ignore_eos": True} if params.ignore_eos else {}
+        given = {name: each for name, each in record_of(params, "stop_token_ids", "ignore_eos").items() if each}
+        body |= given | ({} if params.seed is None else {"seed": params.seed})
         if self.chats:
             path, body["messages"] = "/v1/chat/completions", messages
         else:

@@ -21,6 +21,7 @@ from truedraft.engine import Engine
 from truedraft.machine import dtype_name
 from truedraft.measure.bench import (
     PLAIN,
+    AnsweredPrompt,
     CurveCosts,
     Difference,
     Group,
@@ -65,7 +66,12 @@ class BothWays:
         return self.speculative.counters or Counters()
 
     def of_each(self) -> dict[str, Any]:
-        return {PLAIN: _side_record(self.plain), _SPECULATIVE: _side_record(self.speculative)}
+        """Medians of speeds and sums of counts, for JSON."""
+        record = {}
+        for side in (self.plain, self.speculative):
+            speeds = {name: getattr(side, name).median for name in ("tokens_per_s", "decode_tokens_per_s")}
+            record[side.name] = speeds | counts_dict(side.counters or Counters())
+        return record
 
 
 def summaries(rows: Sequence[Row]) -> tuple[Summary, Summary]:
@@ -92,7 +98,6 @@ class Pair(BothWays):
 
     @property
     def repeated_8grams(self) -> float | None:
-        """Share of the plain answer's 8-grams that occurred before in it; None if it has none."""
         return repeated_ngrams(self.first[0].output.token_ids[0])
 
     def as_dict(self, comparable: bool) -> dict[str, Any]:
@@ -121,7 +126,6 @@ class Comparison(BothWays):
 
     @property
     def identical_prompts(self) -> int:
-        """Number of prompts with the same tokens both ways."""
         return sum(pair.same_tokens for pair in self.pairs)
 
     @property
@@ -163,25 +167,22 @@ def compare(
     """Measure both ways in alternation, and print; returns the exit status and the comparison's part of the record.
 
     A single prompt is echoed first and its speculative answer streamed. One of several prompts that fails is skipped.
-
-    Raises TruedraftError if a single prompt cannot be answered.
     """
     single = len(prompts) == 1
     with waiting(terminal.err, MEASURING):  # otherwise the comparison would include the measurement of costs
         engine.measure(prompts[0][1])
-    if single:
-        _echo(prompts[0][0], terminal)
-        answer = write_answer(engine, prompts[0], terminal, options.report.show_drafts)
-        if answer.finish_reason == "cancelled":
-            return _end(None, [], len(prompts), options, terminal, interrupted=True)
     suite = Suite(
         engine.target, engine.rule.lossless, [OurEngine(PLAIN, Engine(engine.target)), OurEngine(_SPECULATIVE, engine)]
     )
     groups, failures = encoded(engine.target, prompts, 1)
-    forwards = engine.forwards() if options.report.explain else None
-    costs = {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
     results, runs = Results(failures=failures), _RUNS_OF_ONE_PROMPT if single else 1
-    if groups:
+    if single:
+        _echo(prompts[0][0], terminal)
+        answer = write_answer(engine, prompts[0], terminal, options.report.show_drafts)
+        results.interrupted = answer.finish_reason == "cancelled"
+    if groups and not results.interrupted:
+        forwards = engine.forwards() if options.report.explain else None
+        costs = {} if forwards is None else {_SPECULATIVE: CurveCosts(forwards)}
         with terminal.progress("plain and speculative", 2 * runs * len(groups)) as progress:
             context = engine.target.context_length
             results = run_all(suite.systems, groups, runs=runs, context_length=context, costs=costs, progress=progress)
@@ -193,25 +194,40 @@ def compare(
         both = summaries([row for row in results.rows if row.prompts[0] in compared])
         promised = all(suite.must_agree(params) for _, params in prompts)
         comparison = Comparison(*both, pairs, runs, promised, engine.rule.lossless)
-    errors = {each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}
-    for failure in errors.values():
+    errors = list({each.prompts: f"prompt {each.prompts[0]}: {each.reason}" for each in results.failures}.values())
+    for failure in errors:
         say(f"error: {failure}")
-    status, record = _end(
-        comparison, list(errors.values()), len(prompts), options, terminal, interrupted=results.interrupted
-    )
+    remark([warning for pair in pairs for warning in pair.first[1].output.warnings], options, terminal)
+    if results.interrupted:
+        terminal.end_line()
+        say(f"interrupted after {len(pairs)} of {len(prompts)} prompts")
+    status, record = _outcome(pairs, comparison, results)
+    record = {"failed_prompts": len(errors), "errors": errors} | record
     if comparison is not None:
         _print(comparison, engine, options.stack, terminal)
-        vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered_prompts(groups, results.rows))
-        for each in vocabularies:
-            terminal.print(each.describe())
-        record["vocabularies"] = [dataclasses.asdict(each) for each in vocabularies]
-        if undrafted := undrafted_line(engine, comparison.counters):
-            terminal.print(undrafted)
-        decisions = comparison.speculative.decisions
-        if options.report.explain and decisions is not None:
-            explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
-            record["decisions"] = decisions.as_dict()
+        record |= _print_rest(comparison, engine, answered_prompts(groups, results.rows), options, terminal)
     return status, record
+
+
+def _print_rest(
+    comparison: Comparison,
+    engine: Engine,
+    answered: Sequence[AnsweredPrompt],
+    options: GenerateOptions,
+    terminal: Terminal,
+) -> dict[str, Any]:
+    """Print what vocabularies cost, and what was drafted when; returns both for the record."""
+    vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered)
+    for each in vocabularies:
+        terminal.print(each.describe())
+    record: dict[str, Any] = {"vocabularies": [dataclasses.asdict(each) for each in vocabularies]}
+    if undrafted := undrafted_line(engine, comparison.counters):
+        terminal.print(undrafted)
+    decisions = comparison.speculative.decisions
+    if options.report.explain and decisions is not None:
+        explain(decisions, not engine.drafter.limits.is_zero, terminal.out)
+        record["decisions"] = decisions.as_dict()
+    return record
 
 
 def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -> list[Pair]:
@@ -230,27 +246,13 @@ def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -
     return pairs
 
 
-def _end(
-    comparison: Comparison | None,
-    failures: Sequence[str],
-    prompts: int,
-    options: GenerateOptions,
-    terminal: Terminal,
-    *,
-    interrupted: bool,
-) -> tuple[int, dict[str, Any]]:
-    pairs = [] if comparison is None else comparison.pairs
-    remark([warning for pair in pairs for warning in pair.first[1].output.warnings], options, terminal)
-    record = {"failed_prompts": len(failures), "errors": list(failures)}
-    if interrupted:
-        terminal.end_line()
-        say(f"interrupted after {len(pairs)} of {prompts} prompts")
+def _outcome(pairs: Sequence[Pair], comparison: Comparison | None, results: Results) -> tuple[int, dict[str, Any]]:
     if comparison is None:
-        outcome = "interrupted" if interrupted else "no prompt could be answered"
-        return INTERRUPTED if interrupted else FAILED, record | {"error": outcome}
+        outcome = "interrupted" if results.interrupted else "no prompt could be answered"
+        return INTERRUPTED if results.interrupted else FAILED, {"error": outcome}
     parted = any(pair.difference is not None for pair in pairs)
-    sound = comparison.identical is not False and not parted and not failures
-    return INTERRUPTED if interrupted else DONE if sound else FAILED, record | comparison.as_dict()
+    sound = comparison.identical is not False and not parted and not results.failures
+    return INTERRUPTED if results.interrupted else DONE if sound else FAILED, comparison.as_dict()
 
 
 def _print(comparison: Comparison, engine: Engine, stack: StackOptions, terminal: Terminal) -> None:
@@ -334,13 +336,6 @@ def _verdict(comparison: Comparison) -> str:
     if len(comparison.pairs) == 1:
         return f"identical: {word}"
     return f"identical: {word} ({comparison.identical_prompts} of {len(comparison.pairs)})"
-
-
-def _side_record(side: Summary) -> dict[str, Any]:
-    """Medians of speeds, sums of counts."""
-    assert side.counters is not None  # measured in this process
-    speeds = {"tokens_per_s": side.tokens_per_s.median, "decode_tokens_per_s": side.decode_tokens_per_s.median}
-    return speeds | counts_dict(side.counters)
 
 
 def _echo(prompt: NamedPrompt, terminal: Terminal) -> None:

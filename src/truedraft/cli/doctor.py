@@ -146,11 +146,8 @@ def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
 
 
 def _least_promise(drafter: str | None) -> float | None:
-    """The fewest tokens per call of all measurements on a drafter's card.
-
-    The fewest, because a server reports neither its temperature nor its draft sizes.
-
-    Raises OptionError if there is no folder, or no card in it.
+    """The fewest tokens per call on a drafter's card, because a server reports neither its temperature nor its draft
+    sizes. Raises OptionError if there is no folder, or no card in it.
     """
     from truedraft.drafters.registry import TrainedDrafter
     from truedraft.measure.variants import place_of

@@ -180,8 +180,6 @@ def write_answer(engine: Engine, request: PromptRequest, terminal: Terminal, sho
     """Answer a prompt and write each piece at once.
 
     Ctrl-C cancels the request; its answer so far is returned with the finish reason "cancelled".
-
-    Raises TruedraftError if the prompt cannot be run, or the request failed.
     """
     prompt, params = request
     try:
@@ -194,10 +192,7 @@ def stream_answer(engine: Engine, prompt: Prompt, params: SamplingParams, show: 
     """Answer a prompt and show each piece at once; Ctrl-C returns the answer so far."""
     request = engine.submit(prompt, params)
     try:
-        while True:
-            answer = _drain(request, show)
-            if answer is not None:
-                break
+        while (answer := _drain(request, show)) is None:
             engine.step()
     except KeyboardInterrupt:
         engine.cancel(request)

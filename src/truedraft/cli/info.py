@@ -15,13 +15,7 @@ from truedraft.cli.terminal import Terminal
 from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import SMOLLM2, parameters_in
-from truedraft.models.embedded import (
-    EMBEDDED,
-    EMBEDDED_HEADS,
-    embedded_folder,
-    embedded_heads,
-    smollm2_missing,
-)
+from truedraft.models.embedded import EMBEDDED, EMBEDDED_HEADS, embedded_folder, embedded_heads, smollm2_missing
 from truedraft.options import group, option, record_of
 
 if TYPE_CHECKING:
@@ -86,14 +80,10 @@ def info(options: InfoOptions) -> int:
             each.as_dict() | {"found": each.source, "belongs": fingerprint and each.fingerprint == fingerprint}
             for each in drafters
         ]
-        requested = {
-            SMOLLM2: lacking is None,
-            "model": options.model,
-            "fingerprint": fingerprint,
-            "runs": own,
-            "drafters": trained,
-        }
-        terminal.json({"command": "info"} | facts | found | {"embedded_models": models} | requested)
+        requested = {SMOLLM2: lacking is None, "model": options.model, "fingerprint": fingerprint, "runs": own}
+        terminal.json(
+            {"command": "info"} | facts | found | {"embedded_models": models} | requested | {"drafters": trained}
+        )
     return DONE
 
 
@@ -183,22 +173,16 @@ def _embedded(name: str, folder_of: Callable[[str], Path]) -> dict[str, Any]:
         folder = folder_of(name)
     except ModelNotFoundError:
         return {"name": f"embedded:{name}", "installed": False}
-    weights = sorted(folder.glob("*.safetensors"))
+    weights, card = sorted(folder.glob("*.safetensors")), folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    first_line = re.search(r"^\s*# .*\n\s*(\S.*)", text, re.MULTILINE)  # after the title
     return {
         "name": f"embedded:{name}",
         "installed": True,
         "parameters": sum(map(parameters_in, weights)),
         "bytes": sum(path.stat().st_size for path in weights),
-        "card": _summary(folder / "README.md"),
+        "card": None if first_line is None else first_line[1].strip(),
     }
-
-
-def _summary(card: Path) -> str | None:
-    """The first line after the card's title."""
-    if not card.is_file():
-        return None
-    found = re.search(r"^\s*# .*\n\s*(\S.*)", card.read_text(encoding="utf-8"), re.MULTILINE)
-    return None if found is None else found[1].strip()
 
 
 def _rows(facts: dict[str, Any], models: list[dict[str, Any]], found: dict[str, Any]) -> dict[str, str]:
@@ -216,7 +200,13 @@ def _rows(facts: dict[str, Any], models: list[dict[str, Any]], found: dict[str, 
         rows["fast paths"] = "; ".join(paths) or "none; models run through the packed forward as they are"
         rows["greedy answers"] = f"{found['equality']} the same with a drafter, by the embedded target in this dtype"
     rows |= {"native forward": found["native_forward"], "cost curves": found["cost_curves"]}
-    return rows | {model["name"]: _describe(model) for model in models}
+    for model in models:
+        if not model["installed"]:
+            rows[model["name"]] = "not installed"
+            continue
+        size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
+        rows[model["name"]] = f"{size}\n{model['card']}" if model["card"] else size
+    return rows
 
 
 def _print(terminal: Terminal, rows: dict[str, str]) -> None:
@@ -228,13 +218,6 @@ def _print(terminal: Terminal, rows: dict[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     terminal.out.print(table)
-
-
-def _describe(model: dict[str, Any]) -> str:
-    if not model["installed"]:
-        return "not installed"
-    size = f"{model['parameters'] / 1e6:.2f} M parameters, {model['bytes'] / 1e6:.1f} MB"
-    return f"{size}\n{model['card']}" if model["card"] else size
 
 
 def _most_gain(tokens: float, forward_s: Mapping[str, float]) -> float | None:

@@ -40,15 +40,8 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    app.command()(command(generate))
-    app.command()(command(bench))
-    app.command()(command(plan))
-    app.command()(command(doctor))
-    app.command()(command(serve))
-    app.command()(command(chat))
-    app.command()(command(export))
-    app.command()(command(info))
-    app.command()(command(drafters))
+    for run in (generate, bench, plan, doctor, serve, chat, export, info, drafters):
+        app.command()(command(run))
     training = typer.Typer(name="train", help="Train a drafter for a target.")
     training.command()(command(draft, DRAFT_NAMES))
     for word, kind in KINDS.items():
@@ -118,16 +111,12 @@ def _failed(words: Sequence[str], error: BaseException) -> int:
         return _unwritten_status(words, DONE)
     status = report(error)
     if "--json" in words:
-        sys.stdout.write(json_line(error_record(_command_in(words), error)))
+        named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+        typed = " ".join(named[: 2 if named[:1] in (["train"], ["certify"]) else 1]) or None
+        sys.stdout.write(json_line(error_record(typed, error)))
     return status
 
 
 def _unwritten_status(words: Sequence[str], status: int) -> int:
     """The exit status if standard output could not be written: 1; in certify 3, unless a check failed."""
     return UNDECIDED if words[:1] == ["certify"] and status != FAILED else FAILED
-
-
-def _command_in(words: Sequence[str]) -> str | None:
-    """The command, as "generate" or "train draft"."""
-    named = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    return " ".join(named[: 2 if named[:1] in (["train"], ["certify"]) else 1]) or None

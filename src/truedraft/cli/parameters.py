@@ -92,10 +92,7 @@ class _Parameter:
         yield inspect.Parameter(self.name, kind, default=default, annotation=Annotated[declared, info])
 
     def value(self, typed: Any, with_files: bool) -> Any:
-        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist.
-
-        Raises TruedraftError if it is invalid in any command, or required and missing.
-        """
+        """The field's value, from typer's; `with_files` checks what all commands share, such as that files exist."""
         if self.bare and typed is None:
             if self.default is dataclasses.MISSING:
                 raise OptionError("must be given, or its value as an argument", field=self.name)
@@ -116,26 +113,26 @@ class _Parameter:
 def command(run: Command, names: Mapping[str, str] | None = None, with_files: bool = True) -> Callable[..., int]:
     """A function for typer with the options of the dataclass that `run` takes.
 
-    An error about a field gets the option's name on the command line.
-
-    Args:
-        names: further names in errors, with their names on the command line.
-        with_files: see `_Parameter.value`.
+    An error about a field gets the option's name on the command line, or one of `names`; `with_files` is of
+    `_Parameter.value`.
     """
     kind = next(iter(_types(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
     hidden = [name for name in parameters if name not in _FIRST] if len(parameters) > _FEW else []
-    must = dataclasses.MISSING
-    parameters |= {
-        name: dataclasses.replace(parameters[name], hidden=parameters[name].default is not must) for name in hidden
-    }
+    for name in hidden:
+        must = parameters[name].default is dataclasses.MISSING
+        parameters[name] = dataclasses.replace(parameters[name], hidden=not must)
 
     @functools.wraps(run)
     def call(**typed: Any) -> int:
         try:
             typed.pop(_ALL, None)
-            for each in parameters.values():
-                _take_bare(each, typed)
+            for name, each in parameters.items():
+                if (alone := typed.pop(each.bare_name, None)) is None:
+                    continue
+                if (given := typed[name]) not in (None, alone):
+                    raise OptionError(f"is {given!r}, and the argument is {alone!r}; give one", field=name)
+                typed[name] = alone
             values = {name: parameters[name].value(given, with_files) for name, given in typed.items()}
             if "model" in parameters:
                 compile_ahead()
@@ -167,16 +164,6 @@ def _help_all(hidden: int) -> inspect.Parameter:
     words = f"Show this message with {hidden} more options."
     info = typer.Option("--help-all", is_eager=True, callback=show, help=words)
     return inspect.Parameter(_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
-
-
-def _take_bare(parameter: _Parameter, typed: dict[str, Any]) -> None:
-    """Use a positional argument as the option's value."""
-    positional = typed.pop(parameter.bare_name, None)
-    if positional is None:
-        return
-    if (given := typed[parameter.name]) is not None and given != positional:
-        raise OptionError(f"is {given!r}, and the argument is {positional!r}; give one", field=parameter.name)
-    typed[parameter.name] = positional
 
 
 def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
@@ -268,9 +255,8 @@ def _plan(file: Path) -> None:
 
 
 def _data(value: Path) -> None:
-    said = str(value)
-    if said != "self" and not said.startswith("hf:") and not user_path(value).exists():
-        raise DataError(f"there is no data file {said!r}; check the path")
+    if str(value) != "self" and not str(value).startswith("hf:") and not user_path(value).exists():
+        raise DataError(f"there is no data file {str(value)!r}; check the path")
 
 
 def _prompts(value: str | Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,9 +177,18 @@ def _closed(options: PlanOptions) -> int:
     }
     terminal = Terminal()
     titles = ("drafted tokens", "tokens per call", "speed-up", "operations")
-    terminal.table(titles, [_numbers(row.values()) for row in rows])
-    for line in _closed_lines(record):
-        terminal.print(line)
+    terminal.table(titles, [[f"{row['length']}", *(f"{each:.2f}" for each in list(row.values())[1:])] for row in rows])
+    terminal.print(
+        f"with {length} drafted tokens: {record['tokens_per_call']:.2f} tokens per call, speed-up "
+        f"{record['speedup']:.2f}, {record['operations']:.2f} times the operations for a token"
+    )
+    said = f"no length pays: a drafted token must cost less than {alpha:g} of a target call (the break-even)"
+    if record["pays"]:
+        said = (
+            f"best length: {best}; the best one gains {record['least_speedup']:.2f} times at least, and drafting pays "
+        )
+        said += f"while a drafted token costs less than {alpha:g} of a target call"
+    terminal.print(said)
     output = PlanOutput(options.report.out, f"{_FORMULAS}.json", terminal)
     output.write(record)
     names = zip(list(rows[0])[1:], titles[1:], strict=True)
@@ -187,23 +197,6 @@ def _closed(options: PlanOptions) -> int:
     if options.report.json:
         terminal.json(record)
     return DONE
-
-
-def _closed_lines(record: Mapping[str, Any]) -> list[str]:
-    alpha, length = record["alpha"], record["length"]
-    at = (
-        f"with {length} drafted tokens: {record['tokens_per_call']:.2f} tokens per call, speed-up "
-        f"{record['speedup']:.2f}, {record['operations']:.2f} times the operations for a token"
-    )
-    if not record["pays"]:
-        return [at, f"no length pays: a drafted token must cost less than {alpha:g} of a target call (the break-even)"]
-    best = f"best length: {record['best_length']}; the best one gains {record['least_speedup']:.2f} times at least"
-    return [at, f"{best}, and drafting pays while a drafted token costs less than {alpha:g} of a target call"]
-
-
-def _numbers(values: Any) -> tuple[str, ...]:
-    first, *others = values
-    return (f"{first}", *(f"{value:.2f}" for value in others))
 
 
 def _simulate(options: PlanOptions, file: Path) -> int:
@@ -227,17 +220,14 @@ def _simulate(options: PlanOptions, file: Path) -> int:
         for each in found
     ]
     terminal = Terminal()
-    then = (
-        f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as expensive"
-    )
-    terminal.print(f"{made.model.get('model')}: {then}", style="dim")
+    then = f"memory {what_if.bandwidth:g} times as fast, batch {batch}, drafting {what_if.draft_cost:g} times as"
+    terminal.print(f"{made.model.get('model')}: {then} expensive", style="dim")
     terminal.table(("drafter", "tokens per call", "as planned", "speed-up then", "no gain from batch"), rows)
     terminal.print(f"recommended then: {recommended}", style="bold")
     record = {
         "command": "plan",
         "status": DONE,
-        "bandwidth": what_if.bandwidth,
-        "draft_cost": what_if.draft_cost,
+        **dataclasses.asdict(what_if),
         "batch": batch,
         "recommended": recommended,
         "recommended_as_planned": made.recommended(),
@@ -255,9 +245,14 @@ def _simulate(options: PlanOptions, file: Path) -> int:
 
 
 def _plan(options: PlanOptions) -> int:
+    from truedraft.measure.bench import spread
+
     terminal, params = Terminal(), options.sampling
     with errors_about("prompts"):
-        prompts = _prompts(options)
+        prompts = spread(read_prompts(None, options.what.prompts), options.runs.limit)
+        if len(prompts) < (least := _LEAST_PROMPTS):
+            why = f"one in {least} is kept back to check the plan"
+            raise OptionError(f"must be {least} or more, for {why}; there are {len(prompts)}")
     output = PlanOutput(options.report.out, _FILE, terminal)
     target = load_alone(with_model(options.model), options.machine, terminal.err)
     seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
@@ -285,19 +280,6 @@ def _plan(options: PlanOptions) -> int:
     return status
 
 
-def _prompts(options: PlanOptions) -> list[Any]:
-    """The requested number of prompts."""
-    from truedraft.measure.bench import spread
-
-    prompts = spread(read_prompts(None, options.what.prompts), options.runs.limit)
-    if len(prompts) < _LEAST_PROMPTS:
-        raise OptionError(
-            f"must be {_LEAST_PROMPTS} or more, for one in {_LEAST_PROMPTS} is kept back to check the plan; there are "
-            f"{len(prompts)}"
-        )
-    return prompts
-
-
 def _split(
     options: PlanOptions, target: LanguageModel, requests: Sequence[Any]
 ) -> tuple[list[tuple[str, list[int], SamplingParams]], list[Group]]:
@@ -311,8 +293,7 @@ def _split(
     if len(usable) < _LEAST_PROMPTS:
         raise OptionError(f"must be {_LEAST_PROMPTS} or more that can be answered, got {len(usable)}", field="prompts")
     kept_back = usable[_LEAST_PROMPTS - 1 :: _LEAST_PROMPTS]
-    planned = [each for number, each in enumerate(usable) if number % _LEAST_PROMPTS != _LEAST_PROMPTS - 1]
-    return planned, grouped(kept_back, options.runs.batch)
+    return [each for each in usable if each not in kept_back], grouped(kept_back, options.runs.batch)
 
 
 def _made(
@@ -388,10 +369,10 @@ def _check(results: Results, predicted: Prediction, params: SamplingParams) -> d
     from truedraft.core.stats import Counters
     from truedraft.measure.bench import PLAIN, Row
 
-    rows: dict[str, dict[tuple[str, ...], list[Row]]] = {}
+    rows = defaultdict[str, defaultdict[tuple[str, ...], list[Row]]](lambda: defaultdict(list))
     for row in results.rows:
-        rows.setdefault(row.system, {}).setdefault(row.prompts, []).append(row)
-    plain, drafted = rows.get(PLAIN, {}), rows.get(predicted.option.drafter, {})
+        rows[row.system][row.prompts].append(row)
+    plain, drafted = rows[PLAIN], rows[predicted.option.drafter]
     both = [key for key in drafted if key in plain]
     pairs = [(_rate(drafted[key]), _rate(plain[key])) for key in both]
     pairs = [pair for pair in pairs if pair[0][0] and pair[1][0]]

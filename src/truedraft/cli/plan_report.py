@@ -21,13 +21,9 @@ _SERVED_BATCH = 32  # the default of `truedraft serve`
 
 
 class PlanOutput:
-    """The output of a plan: a folder with a record and pictures as PNG and SVG, or a .json file with these next to it.
-
-    Args:
-        out: None writes nothing.
-        file: name of the record in a folder.
-
-    Raises DataError if it cannot be written, MissingExtraError for a folder without a plotting library.
+    """The output of a plan: a folder with a record of this name and pictures as PNG and SVG, or a .json file with these
+    next to it; without `out` nothing. Raises DataError if it cannot be written, MissingExtraError for a folder without
+    a plotting library.
     """
 
     def __init__(self, out: Path | None, file: str, terminal: Terminal) -> None:
@@ -55,15 +51,9 @@ class PlanOutput:
     def draw(
         self, name: str, lines: Mapping[str, Line], labels: tuple[str, str, str], log: bool = False, even: bool = False
     ) -> None:
-        """Draw lines as `name`.png and `name`.svg, if a plotting library is installed.
+        """Draw lines as `name`.png and `name`.svg, if a plotting library is installed; DataError if that fails.
 
-        Args:
-            lines: by their names in the legend.
-            labels: heading, x axis, y axis.
-            log: whether the x axis is logarithmic to base 2.
-            even: whether to draw a line at 1, where nothing is gained.
-
-        Raises DataError if a file cannot be written.
+        `log` and the labels are of `line_chart`; `even` also draws a line at 1, where nothing is gained.
         """
         if self.record is None or not can_draw() or not any(lines.values()):
             return
@@ -103,9 +93,8 @@ def print_plan(made: Plan, best: Sequence[Prediction], terminal: Terminal) -> No
         listing = "; ".join(
             f"{each.option.drafter} {each.option.tokens_per_call.value:.2f}, {each.speedup.value:.2f}" for each in ways
         )
-        terminal.print(
-            f"the best of each way to draft it, tokens per call and predicted speed-up: {listing}", style="dim"
-        )
+        how = "the best of each way to draft it, tokens per call and predicted speed-up"
+        terminal.print(f"{how}: {listing}", style="dim")
 
 
 def print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
@@ -117,20 +106,14 @@ def print_check(checked: Mapping[str, Any], terminal: Terminal) -> None:
         ("speed-up", interval_text(checked["predicted_speedup"]), faster),
         ("speed-up with as many tokens per call", f"{checked['predicted_at_measured_tokens']:.2f}", faster),
     ]
-    prompts = checked["prompts"]
+    prompts = f"{checked['prompts']} prompts that the plan has not seen"
     terminal.out.print()
-    terminal.print(
-        f"{checked['drafter']} run in alternation with plain decoding, {prompts} prompts that the plan has not seen",
-        style="dim",
-    )
+    terminal.print(f"{checked['drafter']} run in alternation with plain decoding, {prompts}", style="dim")
     terminal.table(("", "predicted", "measured"), rows)
     high = None if measured is None else measured["high"]
     if high is not None and high < checked["predicted_at_measured_tokens"]:
-        terminal.print(
-            "note: slower than predicted, for the prediction has only forwards and drafting; verdicts and the host "
-            "take the rest",
-            style="dim",
-        )
+        why = "the prediction has only forwards and drafting; verdicts and the host take the rest"
+        terminal.print(f"note: slower than predicted, for {why}", style="dim")
 
 
 def print_recommended(made: Plan, run: Prediction, terminal: Terminal) -> None:
@@ -159,8 +142,8 @@ def plan_record(made: Plan, best: Sequence[Prediction], checked: Mapping[str, An
 
     measured = checked["speedup"]
     predicted = [
-        prediction_record(each)
-        | {
+        {
+            **prediction_record(each),
             "break_even_batch": made.break_even(each),
             "weight_bytes": each.drafting.memory.weights,
             "cached_token_bytes": each.drafting.memory.cached_token,
@@ -203,9 +186,7 @@ def draw_batches(
     made: Plan, best: Sequence[Prediction], output: PlanOutput, name: str, what_if: WhatIf | None = None
 ) -> None:
     """Draw the predicted speedup by batch size."""
-    over = {
-        each.option.drafter: [(float(n), factor) for n, factor in made.over_batches(each, what_if)] for each in best
-    }
+    over = {each.option.drafter: list(made.there(what_if).over_batches(each)) for each in best}
     labels = ("Predicted speed-up over batch size", "requests answered together", "times plain decoding")
     output.draw(name, over, labels, log=True, even=True)
 
@@ -232,9 +213,8 @@ class LoadOptions:
         OptionError names the option.
         """
         if self.load is not None and not with_curves:
-            raise OptionError(
-                "needs a model's curves, which --alpha has none of; give --simulate or a model", field="load"
-            )
+            why = "needs a model's curves, which --alpha has none of; give --simulate or a model"
+            raise OptionError(why, field="load")
         if self.load is None and (given := changed_fields(self)):
             raise OptionError("is for --load; name the requests that come in a second", field=given[0])
         check_positive("load", 1.0 if self.load is None else self.load)

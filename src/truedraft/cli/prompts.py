@@ -39,18 +39,13 @@ _REFUSED = frozenset(f"{_OF_THE_COMMAND} {_OF_OTHERS}".split())
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt and its name in reports.
-
-    Attributes:
-        options: sampling options of its line, which override those of the command.
-        processed: the output of the model's processor for text and pictures; None without pictures.
-    """
+    """A prompt and its name in reports."""
 
     name: str  # the object's id in a file, else its number from 1
     prompt: str | list[int]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its line, which override those of the command
     images: tuple[str, ...] = ()
-    processed: MultimodalPrompt | None = None
+    processed: MultimodalPrompt | None = None  # the output of the model's processor for text and pictures
     message: str | None = None  # the user's own, if the prompt is a chat
 
     @property
@@ -82,14 +77,9 @@ def read_prompts(
 ) -> list[NamedPrompt]:
     """The prompts of a command: its argument, `-` for standard input, or a file; piped input needs no `-`.
 
-    Args:
-        own_options: whether an object of a file may have its own sampling options, as "max_tokens" and "seed", and
-            pictures.
-
-    Raises:
-        OptionError: both an argument and a file are given; or neither, and standard input is a terminal.
-        PromptError: a prompt is empty.
-        DataError: a file cannot be read or used; gives the line.
+    With `own_options` an object of a file may have its own sampling options, as "max_tokens" and "seed", and pictures.
+    Raises OptionError if both an argument and a file are given, or neither where standard input is a terminal,
+    PromptError for an empty prompt, DataError, with the line, if a file cannot be read or used.
     """
     if argument is not None and file is not None:
         raise OptionError("give either a PROMPT or --prompts FILE, not both")
@@ -135,21 +125,14 @@ def _read_file(name: str, own_options: bool) -> list[NamedPrompt]:
         )
     content = text_of(path, "prompts file")
     if path.suffix == ".txt":
-        prompts = _text_lines(content)
+        lines = [line for line in content.split("\n") if line.strip()]
+        prompts = [NamedPrompt(str(number), line) for number, line in enumerate(lines, start=1)]
     else:
-        read = _json_list if path.suffix == ".json" else _json_lines
-        prompts = [
-            _from_record(record, place, number, own_options)
-            for number, (record, place) in enumerate(read(content, name), start=1)
-        ]
+        records = (_json_list if path.suffix == ".json" else _json_lines)(content, name)
+        prompts = [_from_record(*record, number, own_options) for number, record in enumerate(records, start=1)]
     if not prompts:
         raise DataError(f"the prompts file {name!r} holds no prompt; give at least one that is not empty")
     return prompts
-
-
-def _text_lines(content: str) -> list[NamedPrompt]:
-    lines = [line for line in content.split("\n") if line.strip()]
-    return [NamedPrompt(str(number), line) for number, line in enumerate(lines, start=1)]
 
 
 def _json_lines(content: str, file: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -180,25 +163,18 @@ def _from_record(record: Mapping[str, Any], place: str, number: int, own_options
         raise DataError(f"{place}: the prompt is empty; give at least one character")
     if isinstance(prompt, str):
         _check_text(prompt, place)
-    name = record.get("id")
-    options, images = _options(record, place, own_options), _images(record, place, own_options)
+    name, images = record.get("id"), record.get("images")
+    options, images = _options(record, place, own_options), [] if images is None else images
+    if not isinstance(images, list) or not all(isinstance(each, str) and each for each in images):
+        raise DataError(f'{place}: "images" must be a list of files')
+    if images and not own_options:
+        raise DataError(f"{place}: this command takes only text, and the line has images; remove them")
     if images and not isinstance(prompt, str):
         raise DataError(f"{place}: pictures go with a text, and the prompt is a list of token ids")
     for each in images:
         if not user_path(each).is_file():
             raise DataError(f"{place}: there is no file {each!r}; check the path")
-    return NamedPrompt(str(number if name is None else name), prompt, options, images)
-
-
-def _images(record: Mapping[str, Any], place: str, allowed: bool) -> tuple[str, ...]:
-    found = record.get("images")
-    if found is None:
-        return ()
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-        raise DataError(f'{place}: "images" must be a list of files')
-    if found and not allowed:
-        raise DataError(f"{place}: this command takes only text, and the line has images; remove them")
-    return tuple(found)
+    return NamedPrompt(str(number if name is None else name), prompt, options, tuple(images))
 
 
 def _options(record: Mapping[str, Any], place: str, allowed: bool) -> dict[str, Any]:

@@ -90,14 +90,15 @@ def undrafted_line(engine: Engine, stats: Counters) -> str | None:
 
 
 def _answer_record(name: str, answer: Answer, params: SamplingParams) -> dict[str, Any]:
+    total_s, decode_s = answer.timing.total_s, answer.timing.decode_s
     return {
         "id": name,
         "prompt_tokens": answer.prompt_tokens,
         "seed": params.seed,
         "sampling": dataclasses.asdict(params),
         **record_of(answer, "text", "token_ids", "finish_reason", "error", "warnings"),
-        "tokens_per_s": tokens_per_s(answer),
-        "decode_tokens_per_s": decode_tokens_per_s(answer),
+        "tokens_per_s": emitted(answer) / total_s if total_s else 0.0,  # prefill included
+        "decode_tokens_per_s": answer.stats.emitted_tokens / decode_s if decode_s else 0.0,
         **record_of(answer.timing, "first_token_s", "total_s"),
         "stats": counts_dict(answer.stats),
     }
@@ -123,11 +124,10 @@ def name_and_note(model: LanguageModel) -> str:
 
 def drafter_lines(engine: Engine) -> list[str]:
     """Remarks of drafters, a line each."""
-    reports = ((name, each.report) for name, each in engine.drafter.members.items())
     return [
-        f"{name}: " + " · ".join(f"{number.replace('_', ' ')} {value:.4g}" for number, value in report.items())
-        for name, report in reports
-        if report
+        f"{name}: " + " · ".join(f"{number.replace('_', ' ')} {value:.4g}" for number, value in each.report.items())
+        for name, each in engine.drafter.members.items()
+        if each.report
     ]
 
 
@@ -149,16 +149,6 @@ def target_record(target: LanguageModel, stack: StackOptions) -> dict[str, Any]:
 def emitted(answer: Answer) -> int:
     """Number of tokens that the target emitted, including the prefill's, without stop tokens."""
     return answer.stats.emitted_tokens + answer.stats.prefill_tokens
-
-
-def tokens_per_s(answer: Answer) -> float:
-    """Emitted tokens per second, prefill included."""
-    return emitted(answer) / answer.timing.total_s if answer.timing.total_s else 0.0
-
-
-def decode_tokens_per_s(answer: Answer) -> float:
-    """Tokens after the first, per second after the first."""
-    return answer.stats.emitted_tokens / answer.timing.decode_s if answer.timing.decode_s else 0.0
 
 
 def counts_dict(stats: Counters) -> dict[str, Any]:
@@ -207,14 +197,14 @@ def timeline(decisions: Decisions, width: int) -> list[str]:
     There is at least one step.
     """
     marks = marks_of(list(decisions.ordered))
-    room = max(width - max(map(len, _LABELS)) - 1, 1)
-    columns = decisions.timeline(room)
+    widest = max(map(len, _LABELS))
+    columns = decisions.timeline(max(width - widest - 1, 1))
     rows = (
-        "".join(marks[_most_frequent(each)] for each in columns),
+        "".join(marks[max(each.decisions, key=each.decisions.__getitem__)] for each in columns),
         "".join(_digit(each.drafted, each) for each in columns),
         "".join(_digit(each.accepted, each) for each in columns),
     )
-    lines = [f"{label:<{max(map(len, _LABELS))}} {row}" for label, row in zip(_LABELS, rows, strict=True)]
+    lines = [f"{label:<{widest}} {row}" for label, row in zip(_LABELS, rows, strict=True)]
     steps = max(each.steps for each in columns)
     column = "a step" if steps == 1 else f"{steps} steps"
     meanings = " · ".join(f"{mark} {name}" for name, mark in marks.items())
@@ -234,10 +224,6 @@ def marks_of(names: Sequence[str]) -> Mapping[str, str]:
         letters = (letter for letter in name.lower() + _SPARE if letter.isalpha() and letter not in marks.values())
         marks[name] = _MARKS[name] if name in _MARKS else next(letters, "#")
     return marks
-
-
-def _most_frequent(column: StepWindow) -> str:
-    return max(column.decisions, key=lambda name: column.decisions[name])
 
 
 def _digit(tokens: int, column: StepWindow) -> str:

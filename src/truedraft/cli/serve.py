@@ -20,9 +20,7 @@ from truedraft.server.options import LearningOptions, ReplicaOptions, ServerOpti
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve import Application
-    from rich.console import Console
 
-    from truedraft.engine import Engine
     from truedraft.server.cluster.replicas import Size
     from truedraft.server.service import Service
     from truedraft.training.online import Learner
@@ -110,47 +108,33 @@ def _size(options: ServeOptions) -> Size:
 
 
 def loaded(options: ServeOptions, number: int | None = None) -> tuple[FastAPI, Service]:
-    """Load the engine in this process, of replica `number` if there are several, and make its application.
+    """Load the engine in this process, of replica `number` if there are several, and make its application."""
+    import torch
 
-    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
-    """
+    from truedraft.core.params import SamplingParams
+    from truedraft.machine import pick_device
     from truedraft.server import application
 
     _log_to_standard_error()
     if number is not None and (folder := options.learning.learn_folder) is not None:  # each replica learns separately
         options = replace(options, learning=replace(options.learning, learn_folder=folder / f"replica-{number}"))
-    share = _CACHE_SHARE if number is None else _CACHE_SHARE * _share_of_node(options.machine.device)
-    return application(_engine(options, Terminal().err, share), options.server, options.stack.model)
-
-
-def _share_of_node(device: str) -> float:
-    """The share of a node's memory for a replica: all of its GPU's, or its share of the processors."""
-    import torch
-
-    from truedraft.machine import pick_device
-
-    if pick_device(device).type != "cpu":
-        return 1.0
-    return min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
-
-
-def _engine(options: ServeOptions, console: Console, cache_share: float) -> Engine:
-    """The engine; it can draft from predictions and grammars in requests."""
-    from truedraft.core.params import SamplingParams
-
+    share = _CACHE_SHARE
+    if number is not None and pick_device(options.machine.device).type == "cpu":  # of the node's memory its processors'
+        share *= min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
     stack = options.stack
     if stack.plan is not None:
         stack = replace(stack, drafter=planned_drafter(stack.plan, [stack.drafter], SamplingParams()))
-    return load_engine(
+    engine = load_engine(
         stack,
         options.machine,
-        console,
+        Terminal().err,
         max_batch=options.server.max_batch,
         prefix_cache_bytes=read_bytes("prefix_cache_bytes", options.server.prefix_cache_bytes),
-        own_drafts=True,
-        cache_share=cache_share,
+        own_drafts=True,  # predictions and grammars in requests
+        cache_share=share,
         learner=_learner(options.learning, options.server),
     )
+    return application(engine, options.server, options.stack.model)
 
 
 def _learner(learning: LearningOptions, server: ServerOptions) -> Learner | None:

@@ -167,10 +167,7 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 
 
 def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
-    """The plan in a file; None without a file.
-
-    CompositionError says for which other model, machine or version it is.
-    """
+    """The plan in a file, if there is one; CompositionError says for which other model, machine or version it is."""
     if file is None:
         return None
     from truedraft.measure import read_plan
@@ -197,13 +194,9 @@ def load_engine(
     If the controller neither weighs costs nor tries all sizes, a drafter without a given number of nodes gets the best
     one for this machine, and the console shows it.
 
-    Args:
-        params: of the requests to come; None is greedy.
-        own_drafts: whether requests may have their own drafts: predictions, and grammars of their answers.
-        cache_share: on a CPU, the share of free memory for the KV cache if no bytes were given; None is no limit.
-        more: further arguments of `Engine`.
-
-    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
+    `params` are of the requests to come, by default greedy. With `own_drafts` requests may have their own: predictions,
+    and grammars of their answers. `cache_share` limits the KV cache on a CPU to a share of free memory if no bytes were
+    given. Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
     from truedraft.verification.specs import rule_from_spec
 
@@ -231,18 +224,19 @@ def load_engine(
         on_gpu = target.device.type == "cuda"
         if most is None and cache_share and not on_gpu and (free := free_memory(target.device)) is not None:
             most = max(int(cache_share * free), 1)
-        share = stack.gpu_memory_utilization
-        engine = Engine(target, drafter, rule, controller, max_cache_bytes=most, gpu_memory_utilization=share, **more)
+        more |= {"max_cache_bytes": most, "gpu_memory_utilization": stack.gpu_memory_utilization}
+        engine = Engine(target, drafter, rule, controller, **more)
     _print_sizes(engine, budgets, console)
     return engine
 
 
 def load_target(stack: StackOptions, machine: MachineOptions) -> LanguageModel:
-    """The target only, on the requested number of threads.
-
-    Raises TruedraftError if it does not exist, cannot be loaded, or an option of it is unusable.
-    """
-    adapters = _named_folders(stack.adapters)
+    """The target only, on the requested number of threads."""
+    adapters: dict[str, Path] = {}
+    for name, folder in map(named_adapter, stack.adapters):
+        if name in adapters:
+            raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
+        adapters[name] = folder
     set_threads(machine.threads)
     from truedraft.models.loading import load_model
 
@@ -265,16 +259,6 @@ def load_alone(model: ModelOptions, machine: MachineOptions, console: Console) -
         return load_model(model.model, **model.of_target, **machine.of_models)
 
 
-def _named_folders(typed: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for each in typed:
-        name, folder = named_adapter(each)
-        if name in found:
-            raise OptionError(f"names {name!r} twice; give each adapter a name of its own", field="adapters")
-        found[name] = folder
-    return found
-
-
 def _print_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Console) -> None:
     """Print the chosen sizes by member, and start the check of the costs that chose them."""
     if not budgets:
@@ -286,16 +270,12 @@ def _print_sizes(engine: Engine, budgets: Mapping[str, NodeBudget], console: Con
         warn(warning)
     line = f"{engine.drafter.name}: {budget.describe()}"
     if len(engine.drafter.members) > 1:
-        sizes = ", ".join(f"{name} {each.sizes}" for name, each in budgets.items())
-        line = f"sizes by the cost curve: {sizes}"
+        line = "sizes by the cost curve: " + ", ".join(f"{name} {each.sizes}" for name, each in budgets.items())
     console.print(line, style="dim", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of torch's CPU threads; None keeps its choice.
-
-    Raises OptionError if the system could not start so many.
-    """
+    """Set the number of torch's CPU threads; None keeps its choice, OptionError refuses more than can be started."""
     if threads is None:
         return
     most = max(_MOST_THREADS, 4 * (os.cpu_count() or 1))
@@ -313,10 +293,8 @@ def prepare_prompts(
 ) -> list[PromptRequest]:
     """The prompts for the model: pictures by its processor; with `options.chat` each is a message in its chat template.
 
-    Raises:
-        PromptError: the model has no template, a prompt of a chat is token ids, or the model accepts no such pictures.
-        ModelError: the model has no processor.
-        MissingExtraError: Pillow is not installed.
+    Raises PromptError if the model has no template, a prompt of a chat is token ids, or the model accepts no such
+    pictures, ModelError without a processor, MissingExtraError without Pillow.
     """
     if options.chat and target.tokenizer is None:
         raise PromptError(f"--chat needs a tokenizer with a chat template, and {target.name!r} has no tokenizer")

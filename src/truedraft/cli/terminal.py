@@ -46,16 +46,12 @@ _PATIENCE_S = 2.0
 
 
 class Terminal:
-    """The two output streams of a command.
-
-    Attributes:
-        patience_s: seconds before a bar is shown.
-    """
+    """The two output streams of a command."""
 
     def __init__(self) -> None:
         self.out = Console(highlight=False, markup=False, emoji=False)
         self.err = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self.patience_s = _PATIENCE_S
+        self.patience_s = _PATIENCE_S  # before a bar is shown
         self._at_line_start = True
 
     @property
@@ -285,12 +281,10 @@ class TokenPainter:
         self._last = Origin.BONUS
 
     def paint(self, piece: Piece) -> str:
+        tokens = zip(piece.token_ids, piece.origins, strict=True)
         if self._detokenizer is None:
-            return "".join(
-                _marked(str(token), origin, self._colour) + " "
-                for token, origin in zip(piece.token_ids, piece.origins, strict=True)
-            )
-        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            return "".join(_marked(str(token), origin, self._colour) + " " for token, origin in tokens)
+        for token, origin in tokens:
             self._parts.append((self._detokenizer.push([token]), origin))
             self._last = origin
         if piece.answer is not None:
@@ -300,11 +294,6 @@ class TokenPainter:
         if piece.answer is not None:
             rest, self._text = rest + visible(self._text), ""
         return rest
-
-    def paint_answer(self, answer: Answer) -> str:
-        from truedraft.engine import Piece
-
-        return self.paint(Piece(answer.text or "", answer.token_ids, answer.origins, answer))
 
     def _take(self) -> str:
         """Mark text with known tokens; around a possible stop text, tokens and text arrive at different times."""
@@ -346,5 +335,8 @@ def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -
 def written(answer: Answer, tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> str:
     """A whole answer as `writer` would have written it."""
     if show_drafts:
-        return TokenPainter(tokenizer, terminal.colour).paint_answer(answer)
+        from truedraft.engine import Piece
+
+        whole = Piece(answer.text or "", answer.token_ids, answer.origins, answer)
+        return TokenPainter(tokenizer, terminal.colour).paint(whole)
     return " ".join(map(str, answer.token_ids)) if answer.text is None else visible(answer.text)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.options import Trains
     from truedraft.training.report import Tracker
-    from truedraft.training.texts.answer_writer import Elsewhere
+    from truedraft.training.texts.answer_writer import Elsewhere, WritingConfig
     from truedraft.training.workspace import TimeBudget
 
 _KEPT = ("answers.json", "questions.json")  # of the target's text for training
@@ -79,7 +79,6 @@ def draft(options: DraftOptions) -> int:
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.drafts import DraftConfig, train_draft
         from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-        from truedraft.training.texts.answer_writer import WritingConfig
         from truedraft.training.texts.data import Curriculum
 
         config = DraftConfig(
@@ -89,9 +88,7 @@ def draft(options: DraftOptions) -> int:
             curriculum=Curriculum(*_lengths(run), run.tokens_per_step, run.tokens_per_step),
             tokens=options.text.tokens,
             on_policy=run.on_policy,
-            writing=WritingConfig(
-                **dataclasses.asdict(options.writing), seed=run.seed, elsewhere=_elsewhere(options, model)
-            ),
+            writing=_writing(options, model, run.seed),
             seed=run.seed,
             device=device,
         )
@@ -106,10 +103,8 @@ def _lengths(run: DraftRunOptions) -> tuple[int, int]:
     Raises OptionError if one does not divide them.
     """
     step, found = run.tokens_per_step, []
-    for option_, given, usual in (
-        ("--length", run.length, _LENGTH),
-        ("--decay-length", run.decay_length, _DECAY_LENGTH),
-    ):
+    lengths = ("--length", run.length, _LENGTH), ("--decay-length", run.decay_length, _DECAY_LENGTH)
+    for option_, given, usual in lengths:
         length = given or next((each for each in range(usual, 1, -1) if step % each == 0), 1)
         if step % length:
             raise OptionError(f"must be a multiple of {option_}, got {step} and {length}", field="tokens_per_step")
@@ -135,16 +130,12 @@ def _train_heads(kind: str, options: HeadOptions) -> int:
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.heads import train_heads
-        from truedraft.training.texts.answer_writer import WritingConfig
 
-        writing = dataclasses.asdict(options.writing)
         common: dict[str, Any] = {
             **dataclasses.asdict(options.text),
             **dataclasses.asdict(options.size),
             **dataclasses.asdict(options.learning),
-            "writing": WritingConfig(
-                **writing, seed=max(0, options.learning.seed), elsewhere=_elsewhere(options, model)
-            ),
+            "writing": _writing(options, model, max(0, options.learning.seed)),
             "device": device,
         }
         config = dotted(KINDS[kind].training).from_options(common, options.more)
@@ -162,10 +153,8 @@ def ngram(options: NgramOptions) -> int:
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
         from truedraft.training.ngrams import NgramConfig, train_ngrams
-        from truedraft.training.texts.answer_writer import WritingConfig
 
-        elsewhere = _elsewhere(options, model)
-        how = WritingConfig(**dataclasses.asdict(options.writing), seed=options.seed, elsewhere=elsewhere)
+        how = _writing(options, model, options.seed)
         config = NgramConfig(
             **dataclasses.asdict(options.size),
             **dataclasses.asdict(options.text),
@@ -178,28 +167,17 @@ def ngram(options: NgramOptions) -> int:
     return _run("ngram", options, train)
 
 
-def _elsewhere(options: DraftOptions | HeadOptions | NgramOptions, model: str) -> Elsewhere | None:
-    """The cluster that generates the target's text; None is this process.
+def _writing(options: DraftOptions | HeadOptions | NgramOptions, model: str, seed: int) -> WritingConfig:
+    """How the target writes its text, in this process or on a cluster; MissingExtraError without Ray, if asked for."""
+    from truedraft.training.texts.answer_writer import WritingConfig
 
-    Raises MissingExtraError without Ray, if asked for.
-    """
-    if not options.job.ray:
-        return None
-    ray_module("ray.data")
-    from truedraft.server.cluster.predictor import answers_on_ray
+    elsewhere: Elsewhere | None = None
+    if options.job.ray:
+        ray_module("ray.data")
+        from truedraft.server.cluster.predictor import answers_on_ray
 
-    return partial(answers_on_ray, model, options.machine.device)
-
-
-def _checked_model(kind: str, job: JobOptions, check: Callable[[], None]) -> str:
-    """The target's name, after a check that there is something to train on."""
-    if job.clean:
-        return job.model
-    check()
-    model = named_model(job.model)
-    if kind != "draft":
-        refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
-    return model
+        elsewhere = partial(answers_on_ray, model, options.machine.device)
+    return WritingConfig(**dataclasses.asdict(options.writing), seed=seed, elsewhere=elsewhere)
 
 
 def _run(
@@ -210,13 +188,16 @@ def _run(
 ) -> int:
     """Train or clean up, report, and return the exit status, see `kept_promise`.
 
-    Args:
-        train: is called with the target, the callbacks, the time limit and the device.
-        check: refuses unusable options of this kind.
-
-    Raises TruedraftError if it cannot be trained.
+    `train` is called with the target, the callbacks, the time limit and the device; `check` refuses unusable options of
+    this kind. Raises TruedraftError if it cannot be trained.
     """
-    job, model = options.job, _checked_model(kind, options.job, check)  # before imports that take seconds
+    job = options.job
+    if job.clean:
+        return _clean(job, options.report)
+    check()  # this and the next before imports that take seconds
+    model = named_model(job.model)
+    if kind != "draft":
+        refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
     from truedraft.training.workspace import WORK, TimeBudget, finish_work
 
     budget = TimeBudget(options.run.minutes)
@@ -227,8 +208,6 @@ def _run(
     from truedraft.training.processes import Processes, joined
     from truedraft.training.report import Tracker
 
-    if job.clean:
-        return _clean(job, options.report)
     terminal = Terminal()
     main, tracker = True, None
     try:

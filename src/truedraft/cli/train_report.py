@@ -86,14 +86,13 @@ def _try_it(terminal: Terminal, model: str, drafter: str, evaluations: Sequence[
     from truedraft.drafters.registry import too_few
 
     best = max((each.stats.mean_acceptance_length for each in evaluations), default=None)
+    said = f'try it: truedraft generate "PROMPT" --model {model} --drafter {drafter} --compare'
     if best is not None and too_few(drafter.partition(":")[0], best):
-        _say(
-            terminal,
+        said = (
             f"it brings nothing: {best:.2f} tokens for each call of the target at best, where plain decoding has 1 and "
-            "a draft is not free; train for longer, or on more text like what it is used for",
+            "a draft is not free; train for longer, or on more text like what it is used for"
         )
-        return
-    _say(terminal, f'try it: truedraft generate "PROMPT" --model {model} --drafter {drafter} --compare')
+    _say(terminal, said)
 
 
 def kept_promise(terminal: Terminal, kind: str, model: str, result: Any) -> int:

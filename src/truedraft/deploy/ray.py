@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ray.serve import Application
@@ -18,13 +17,6 @@ def app(arguments: dict[str, Any]) -> Application:
     """The application, of the options of `truedraft serve` by name: `model=smollm2 max_batch=16 replicas=2`.
 
     `host` and `port` are Ray's to know; requests are answered by whatever host name they come to, unless
-    `allowed_host` is given.
-
-    Raises:
-        OptionError: an option is not known, or its value cannot be used.
+    `allowed_host` is given. Raises OptionError if an option is not known, or its value cannot be used.
     """
-    return replicas(read_words(ServeOptions, _with_any_host(arguments)))
-
-
-def _with_any_host(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"host": "0.0.0.0"} | dict(arguments)
+    return replicas(read_words(ServeOptions, {"host": "0.0.0.0", **arguments}))

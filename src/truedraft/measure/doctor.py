@@ -43,15 +43,11 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of decoding answers with a drafter's chains.
-
-    Attributes:
-        calls, places: `[prompts]`: target calls after the prompt's, and tokens that they emit.
-    """
+    """Result of decoding answers with a drafter's chains."""
 
     accepted: Numbers  # `[prompts]`, summed over the positions of an answer
-    places: Numbers
-    calls: Numbers
+    places: Numbers  # `[prompts]`: tokens of the calls
+    calls: Numbers  # `[prompts]`: target calls after the prompt's
     survival: tuple[float, ...]  # share of positions at which the first 1, 2, ... drafted tokens are accepted
 
     @property
@@ -215,8 +211,7 @@ def _repaired(variants: Sequence[Variant], given: Cases, bar: _Bar) -> tuple[lis
     for _ in range(_MOST_FAULTS):
         trials, better = _tried(left, best[0.0], bar)
         first = first or trials
-        found = [each for each in trials if each.better]
-        if not found:
+        if not (found := [each for each in trials if each.better]):
             break
         least = _AS_GOOD * max(map(_gain, found))
         worst = next(each for each in found if _gain(each) >= least)  # the first of those that gain about as much
@@ -253,10 +248,7 @@ def _answered(case: Case, prompts: Sequence[Prompt], tokens: int, temperature: f
 
 
 def replay(case: Case) -> Replayed:
-    """Decode a case's answers with its drafter's chains.
-
-    Raises TruedraftError if the drafter does not fit the target, or failed.
-    """
+    """Decode a case's answers with its drafter's chains; TruedraftError if it does not fit the target, or failed."""
     drafter = case.chain(case.part)
     drafter.check(case.read_target)
     walks, depth = walk_along(drafter, case.read_target, case.seen()), drafter.limits.depth
@@ -286,9 +278,8 @@ def _tried(variants: Sequence[Variant], case: Case, bar: _Bar) -> tuple[list[Tri
             continue
         more = (changed.accepted - baseline.accepted).reshape(-1, len(case.traces)).sum(axis=0)
         gain = tokens_gained(changed.places, changed.calls, baseline.calls)
-        matters = changed.mean_accepted - baseline.mean_accepted >= max(
-            _LEAST_TOKENS, _LEAST_SHARE * baseline.mean_accepted
-        )
+        least = max(_LEAST_TOKENS, _LEAST_SHARE * baseline.mean_accepted)
+        matters = changed.mean_accepted - baseline.mean_accepted >= least
         found.append(Trial(each, changed.tokens_per_call, gain, sign_flips(more), matters))
         better[each.name] = pair.better
     corrected = holm([each.p_value for each in found])

@@ -36,7 +36,7 @@ from truedraft.measure.predictions import (
     options_of,
 )
 from truedraft.measure.replay import CURVE_NODES
-from truedraft.measure.traces import AnswerTrace, PromptRequest, is_drawn, trace_answers
+from truedraft.measure.traces import PromptRequest, is_drawn, trace_answers
 from truedraft.measure.walks import Walk, check_walkable, walk_along
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
@@ -113,7 +113,10 @@ def candidates_of(
             return [_whole(typed, base, spelled(words, {}))]
         return _beams(words, typed, cast("Any", base), target, params)
     if _BEAMS in known:
-        return _pairs(words, typed, base, target, params)
+        if chosen & {_LENGTH, _BRANCHING, _NODES}:
+            return [_whole(typed, base)]
+        found = [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
+        return found if is_drawn(params) else [*found, _of_sizes(words, typed, target, _NODES, CURVE_NODES)]
     if _NODES in known and _NODES not in chosen:
         by_ranks = _TREE in known and not chosen & {_TREE, _BRANCHING}
         full = spelled(words, {_NODES: CURVE_NODES[-1]})
@@ -139,13 +142,6 @@ def _whole(typed: str, drafter: Drafter, words: str | None = None) -> Candidate:
     return Candidate(typed, drafter, drafter, {drafter.limits.nodes: words or typed})
 
 
-def _pairs(words: Words, typed: str, base: Drafter, target: LanguageModel, params: SamplingParams) -> list[Candidate]:
-    if words.options.keys() & {_LENGTH, _BRANCHING, _NODES}:
-        return [_whole(typed, base)]
-    found = [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
-    return found if is_drawn(params) else [*found, _of_sizes(words, typed, target, _NODES, CURVE_NODES)]
-
-
 def _of_sizes(words: Words, typed: str, target: LanguageModel, option: str, sizes: Sequence[int]) -> Candidate:
     spelt = {size: spelled(words, {option: size}) for size in sizes}
     largest = from_spec(spelt[sizes[-1]], target)
@@ -161,9 +157,7 @@ def _drafts(words: Words, typed: str, base: DraftModel, params: SamplingParams) 
     for tree in _TREES:
         drafter = base.resized(branching=tuple(map(int, tree.split("-"))))
         found.append(_whole(typed, drafter, spelled(words, {_BRANCHING: tree})))
-    if is_drawn(params):
-        found += [_chains(words, typed, base, count) for count in _COUNTS]
-    return found
+    return found + [_chains(words, typed, base, count) for count in _COUNTS if is_drawn(params)]
 
 
 def _chains(words: Words, typed: str, base: DraftModel, count: int) -> Candidate:
@@ -221,11 +215,7 @@ _AGAIN = "run truedraft plan again"
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements of a plan, and where they are valid.
-
-    Attributes:
-        measured: measured speed-ups over plain decoding, by the drafter's words.
-    """
+    """The measurements of a plan, and where they are valid."""
 
     truedraft: str
     model: Mapping[str, Any]  # name, fingerprint (or None), dtype, bytes of weights and device of the target
@@ -238,7 +228,7 @@ class Plan:
     forwards: TargetCost  # V of the target
     memory: Footprint
     drafters: tuple[Drafting, ...]
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)  # speed-ups over plain decoding, by the drafter's words
 
     def best(self, batch: int | None = None, what_if: WhatIf | None = None) -> list[Prediction]:
         """For each drafter its best size, the best drafter first; `batch` None is the plan's own."""
@@ -251,12 +241,12 @@ class Plan:
         return self._sizes([each for each in self.drafters if each.drafter == words], batch, WhatIf())
 
     def _sizes(self, drafters: Sequence[Drafting], batch: int | None, what_if: WhatIf) -> list[Prediction]:
-        there = self._there(what_if)
+        there = self.there(what_if)
         there_drafting = [what_if.drafting(each, self.memory, self.forwards) for each in drafters]
         found = [there.best_of(each, batch or self.batch) for each in there_drafting]
         return sorted(found, key=lambda each: -each.speedup.value)
 
-    def _there(self, what_if: WhatIf | None) -> Circumstance:
+    def there(self, what_if: WhatIf | None = None) -> Circumstance:
         return Circumstance((what_if or WhatIf()).forwards(self.forwards), self.context)
 
     def recommended(self, batch: int | None = None, what_if: WhatIf | None = None) -> str:
@@ -279,18 +269,14 @@ class Plan:
         of = (each for each in self.drafters if any(option.drafter == chosen for option in each.options))
         return {each.name: each.survival for each in itertools.islice(of, 1)}
 
-    def over_batches(self, prediction: Prediction, what_if: WhatIf | None = None) -> list[tuple[int, float]]:
-        there = self._there(what_if)
-        return [(n, there.predict(prediction.drafting, prediction.option, n).speedup.value) for n in BATCHES]
-
     def break_even(self, prediction: Prediction, what_if: WhatIf | None = None) -> int | None:
         """The smallest batch in which an option is predicted to gain nothing; None where it always gains."""
-        return self._there(what_if).break_even(prediction.drafting, prediction.option)
+        return self.there(what_if).break_even(prediction)
 
     def check(self, target: LanguageModel) -> None:
         """Refuse another model, machine or version than the plan's; CompositionError says which."""
-        if self.truedraft != _version():
-            raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {_version()}; {_AGAIN}")
+        if self.truedraft != (version := machine_facts()["truedraft"]):
+            raise CompositionError(f"the plan is of truedraft {self.truedraft}, and this is {version}; {_AGAIN}")
         model = model_facts(target)
         if model["fingerprint"] is not None:
             del model["model"]  # one model may be called by several names
@@ -316,10 +302,7 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan that `truedraft plan --out` wrote, from the file or its folder.
-
-    Raises DataError if it cannot be read, or is none.
-    """
+    """Read a plan that `truedraft plan --out` wrote, from the file or its folder; DataError if there is none."""
     file = path / PLAN_FILE if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -346,23 +329,17 @@ def make_plan(
 ) -> Plan:
     """Run the target once over prompts, replay every size of every drafter on its answers, and measure the costs.
 
-    Args:
-        params: of the answers; the prompts' own may differ only in the seed.
-        made: drafters that are loaded already, by their words.
-        costs: of the target's steps; None loads or measures them.
-
-    Raises:
-        DataError: the answers are too short to plan with.
-        OptionError: no drafter drafts, or replay does not support an option in `params`.
-        TruedraftError: a drafter does not exist or fit, or something failed.
+    `params` are of the answers; the prompts' own may differ only in the seed. Drafters that are loaded already are in
+    `made`, by their words; costs of the target's steps are loaded or measured where none are given. Raises DataError
+    where answers are too short to plan with, OptionError if no drafter drafts, or replay does not support an option in
+    `params`, TruedraftError if a drafter does not exist or fit, or something failed.
     """
     if params.shapes_logits:
         raise OptionError(
             "penalties, biases and bans cannot be planned with, for replay does not know them; leave them out"
         )
-    costs = costs or StepCosts(target)
+    costs, made = costs or StepCosts(target), made or {}
     progress(0.0, "loading drafters")
-    made = made or {}
     candidates = [each for words in drafters for each in candidates_of(words, target, params, made.get(words))]
     if not candidates:
         raise OptionError("there is no drafter to plan with; name one that drafts", field="drafter")
@@ -373,7 +350,9 @@ def make_plan(
         [each.drafter for each in candidates],
         progress=lambda done, _: progress(0.05 + 0.25 * done / len(prompts), "the target's answers"),
     )
-    context, drafting = _mean_context(traces), []
+    tokens, drafting = sum(trace.places for trace in traces), []
+    cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
+    context = max(1, round(cached / max(1, tokens)))
     for number, each in enumerate(candidates):
         progress(0.3 + 0.7 * number / len(candidates), f"replaying {each.words[each.sizes[-1]]}")
         walks = walk_along(each.drafter, target, traces)
@@ -381,12 +360,12 @@ def make_plan(
         drafting.append(_drafting(each, walks, costs, params, context))
     progress(1.0, "")
     return Plan(
-        _version(),
+        str(machine_facts()["truedraft"]),
         model_facts(target),
         this_machine(target.device),
         asdict(params),
         len(prompts),
-        sum(trace.places for trace in traces),
+        tokens,
         context,
         batch,
         costs.forwards(),
@@ -395,39 +374,27 @@ def make_plan(
     )
 
 
-def _version() -> str:
-    return str(machine_facts()["truedraft"])
-
-
-def _mean_context(traces: Sequence[AnswerTrace]) -> int:
-    cached = sum((len(trace.prompt) + trace.places / 2) * trace.places for trace in traces)
-    return max(1, round(cached / max(1, sum(trace.places for trace in traces))))
-
-
 def _drafting(
     candidate: Candidate, walks: Sequence[Walk], costs: StepCosts, params: SamplingParams, context: int
 ) -> Drafting:
     drafter = candidate.drafter
     options, survival = options_of(walks, candidate.words)
     cost = costs.drafting(candidate.timed, params)
-    tokens = sum(walk.tokens for walk in walks)
-    guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(tokens, 1)
+    guessed = sum(walk.guessed * walk.tokens for walk in walks) / max(sum(walk.tokens for walk in walks), 1)
     if guessed:
         cost = cost.guessed(guessed, drafter.limits.depth)
-    growth, memory = _growth(drafter, costs, context), memory_of(drafter)
-    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory)
+    growth = _growth(drafter, costs, context)
+    return Drafting(candidate.typed, drafter.name, tuple(options), survival, cost, growth, memory_of(drafter))
 
 
 def _together(drafting: Sequence[Drafting]) -> list[Drafting]:
     found: dict[tuple[str, DraftCost], Drafting] = {}
     for each in drafting:
         key = each.drafter, each.cost
-        before = found.get(key)
-        if before is None:
-            found[key] = each
-        else:
+        if before := found.get(key):
             fullest = max(before, each, key=lambda one: max(option.tokens_per_call.value for option in one.options))
-            found[key] = replace(fullest, options=(*before.options, *each.options))
+            each = replace(fullest, options=(*before.options, *each.options))
+        found[key] = each
     return list(found.values())
 
 
@@ -470,10 +437,8 @@ def memory_of(drafter: Drafter) -> Footprint:
     if drafter.model is not None and drafter.held.in_target:
         return Footprint(drafter.model.weight_bytes, each_token=True)
     models = {id(each.model): each.model for each in drafter.held.models}
-    if models:
-        each = [footprint_of(model) for model in models.values()]
-        weights, tokens = sum(own.weights for own in each), sum(own.cached_token for own in each)
-        return Footprint(weights, tokens, each_token=True)
+    if own := [footprint_of(model) for model in models.values()]:
+        return Footprint(sum(each.weights for each in own), sum(each.cached_token for each in own), each_token=True)
     head = getattr(drafter, "head", None)
     if isinstance(head, torch.nn.Module):
         return Footprint(sum(weight.numel() * weight.element_size() for weight in head.parameters()))

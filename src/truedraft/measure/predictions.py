@@ -22,7 +22,8 @@ best drafter at n, or for plain decoding. Nothing is simulated: neither arrivals
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,16 +67,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter in a plan: its costs, and the gains of its sizes.
-
-    Attributes:
-        survival: for the largest size, the share of steps in which the first 1, 2, ... drafted tokens are accepted.
-    """
+    """A drafter in a plan: its costs, and the gains of its sizes."""
 
     drafter: str
     name: str
     options: tuple[PlanOption, ...]
-    survival: tuple[float, ...]
+    survival: tuple[float, ...]  # of the largest size: share of steps that accept the first 1, 2, ... drafted tokens
     cost: DraftCost  # seconds of a proposal for one request, by its depth
     growth: CostCurve  # cost of a proposal for 1, 2, ... requests relative to one
     memory: Footprint
@@ -106,10 +103,9 @@ class Circumstance:
 
     def verify_s(self, rows: int, requests: int) -> float:
         """V: seconds of a forward over `rows` rows for each of `requests` requests."""
-        key = rows, requests
-        if key not in self._known:
-            self._known[key] = self.forwards(rows * requests, [self.context] * requests)
-        return self._known[key]
+        if (rows, requests) not in self._known:
+            self._known[rows, requests] = self.forwards(rows * requests, [self.context] * requests)
+        return self._known[rows, requests]
 
     def predict(self, drafting: Drafting, option: PlanOption, requests: int = 1) -> Prediction:
         plain_s = self.verify_s(1, requests)
@@ -119,29 +115,24 @@ class Circumstance:
         return Prediction(option, drafting, option.tokens_per_call.times(factor), verify_s + draft_s, plain_s)
 
     def best_of(self, drafting: Drafting, requests: int = 1) -> Prediction:
-        return max(
-            (self.predict(drafting, option, requests) for option in drafting.options),
-            key=lambda each: each.speedup.value,
-        )
+        found = (self.predict(drafting, option, requests) for option in drafting.options)
+        return max(found, key=lambda each: each.speedup.value)
 
-    def break_even(self, drafting: Drafting, option: PlanOption, most: int = BATCHES[-1]) -> int | None:
-        """The smallest batch in which an option is predicted to gain nothing; None where it gains up to `most`."""
-        for requests in range(1, most + 1):
-            if self.predict(drafting, option, requests).speedup.value <= 1.0:
-                return requests
-        return None
+    def over_batches(self, found: Prediction, batches: Iterable[int] = BATCHES) -> Iterator[tuple[int, float]]:
+        """The predicted speed-up of an option by the size of a batch."""
+        return ((n, self.predict(found.drafting, found.option, n).speedup.value) for n in batches)
+
+    def break_even(self, found: Prediction) -> int | None:
+        return next((n for n, gain in self.over_batches(found, range(1, BATCHES[-1] + 1)) if gain <= 1.0), None)
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Another machine, or another drafter.
+    """Another machine, with so many times the bandwidth of memory, or another drafter.
 
-    Attributes:
-        bandwidth: factor of memory read speed. The seconds of a forward of one row are assumed to be reading, as is the
-            extra time of longer contexts; the extra time of further rows is computing and does not change. For
-            drafting, the time of reading its weights at the target's rate changes.
-
-    Raises OptionError for a factor that is not above 0.
+    The seconds of a forward of one row are assumed to be reading, as is the extra time of longer contexts; the extra
+    time of further rows is computing and does not change. For drafting, the time of reading its weights at the target's
+    rate changes. Raises OptionError for a factor that is not above 0.
     """
 
     bandwidth: float = 1.0
@@ -184,11 +175,11 @@ def options_of(walks: Sequence[Walk], words: Mapping[int, str]) -> tuple[list[Pl
     options = []
     for number, nodes in enumerate(sizes):
         calls = [float(each.calls[number]) for each in steps]
-        kinds: dict[tuple[int, int], float] = {}
+        kinds = defaultdict[tuple[int, int], float](float)
         for each in steps:
             rows = each.nodes[number], each.depths[number], each.visits[number]
             for nodes_there, depth, visits in zip(*(row.tolist() for row in rows), strict=True):
-                kinds[nodes_there, depth] = kinds.get((nodes_there, depth), 0.0) + visits
+                kinds[nodes_there, depth] += visits
         total = sum(calls)
         shares = [(*kind, count / total) for kind, count in sorted(kinds.items()) if count / total > _LEAST_SHARE]
         options.append(PlanOption(words[nodes], nodes, ratio_over_prompts(tokens, calls), tuple(shares)))
@@ -210,10 +201,7 @@ FILLED = 0.75  # planned utilisation of a replica, because requests do not arriv
 
 @dataclass(frozen=True)
 class Traffic:
-    """Incoming requests.
-
-    Raises OptionError for a number out of range.
-    """
+    """Incoming requests; OptionError for a number out of range."""
 
     requests_per_s: float
     prompt: int  # tokens to process per request, without those of a cached prefix

@@ -87,13 +87,9 @@ class TraceReplay:
     Worked example, one trace of 5 tokens and trees of one level: the fewest nodes (1), (never), (2), (never) say that
     the first node was right at position 0, none at 1, and the second at 2. A tree of one node accepts 1 token at 0, so
     the next step starts at 2; it accepts none, and neither does the one at 3. Three steps emit 4 tokens: 1.33 each.
-
-    Attributes:
-        fewest: `[positions, depth]`, int64: the fewest nodes with which the tree there contains the true continuation
-            down to each depth; `NEVER` where no number does, or no token is drafted.
     """
 
-    fewest: Tensor
+    fewest: Tensor  # `[positions, depth]`, int64, down to each depth; `NEVER` where none does, or nothing is drafted
     starts: tuple[int, ...]
     most: int
 
@@ -103,8 +99,7 @@ class TraceReplay:
     def visited(self, nodes: int) -> Tensor:
         lengths = (self.accepted(nodes) + 1).tolist()  # a step emits one more than it accepts
         found: list[int] = []
-        for first, end in itertools.pairwise(self.starts):
-            place = first
+        for place, end in itertools.pairwise(self.starts):
             while place < end:
                 found.append(place)
                 place += lengths[place]
@@ -151,16 +146,16 @@ def raw_is_kept(compared: Mapping[str, float], temperature: float, *, least: flo
 def chunks_of(traces: Sequence[Trace], length: int, rows: int) -> Iterator[Chunk]:
     """Positions of all traces, at most `rows` at a time, each with the `length` tokens that a step there may draft."""
     waiting: list[Chunk] = []
-    size = 0
     for trace in traces:
         for first in range(0, trace.steps, rows):
             places = torch.arange(first, min(first + rows, trace.steps))
-            if size + len(places) > rows and waiting:
+            if waiting and sum(len(drawn) for _, drawn, _ in waiting) + len(places) > rows:
                 yield _joined(waiting)
-                waiting, size = [], 0
+                waiting = []
+            after = places[:, None] + 1 + torch.arange(length)  # an answer's last token is not drafted
+            drafted = torch.where(after < trace.steps, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)
             here = slice(first, first + len(places))
-            waiting.append((trace.hidden[here], trace.tokens[here], _drafted_after(trace, places, length)))
-            size += len(places)
+            waiting.append((trace.hidden[here], trace.tokens[here], drafted))
     if waiting:
         yield _joined(waiting)
 
@@ -168,12 +163,6 @@ def chunks_of(traces: Sequence[Trace], length: int, rows: int) -> Iterator[Chunk
 def _joined(parts: Sequence[Chunk]) -> Chunk:
     hidden, drawn, tokens = map(torch.cat, zip(*parts, strict=True))
     return hidden, drawn, tokens
-
-
-def _drafted_after(trace: Trace, places: Tensor, length: int) -> Tensor:
-    """The tokens `[places, length]` that steps may draft, not an answer's last; -1 where none is drafted."""
-    after = places[:, None] + 1 + torch.arange(length)
-    return torch.where(after < trace.steps, trace.tokens.cpu()[after.clamp(max=trace.steps)], -1)
 
 
 def fit_survival(log_probs: Tensor, ranks: Tensor) -> AcceptanceOdds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,11 +31,6 @@ class AnswerTrace:
     """One answer of the target.
 
     At position i the text is the prompt and the first i + 1 tokens, and a drafter guesses `tokens[i + 1]` and onwards.
-
-    Attributes:
-        seen: outcomes of the steps of plain decoding in order: parts of the prompt, then one token each.
-        probs: the target's processed probability of each token; empty for greedy and seeded answers.
-        dists: the whole distributions `[vocab]`, kept where a drafter draws several tokens at one position.
     """
 
     name: str
@@ -44,10 +40,10 @@ class AnswerTrace:
     seed: int
     limit: int  # most tokens of prompt and answer together
     stopped: bool  # whether the last token ended the answer and is no part of it
-    seen: tuple[StepOutcome, ...]
-    probs: tuple[float, ...] = ()
+    seen: tuple[StepOutcome, ...]  # of plain decoding in order: parts of the prompt, then one token each
+    probs: tuple[float, ...] = ()  # the target's processed ones of the tokens; empty for greedy and seeded answers
     layers: tuple[int, ...] = ()
-    dists: tuple[Tensor, ...] = ()
+    dists: tuple[Tensor, ...] = ()  # `[vocab]` each, kept where a drafter draws several tokens at one position
 
     @property
     def places(self) -> int:
@@ -82,14 +78,10 @@ def trace_answers(
     entropy: int = 0,
     progress: Callable[[int, str], None] = lambda done, remark: None,
 ) -> list[AnswerTrace]:
-    """Let the target answer prompts once by plain decoding, and keep what drafters need for replay.
+    """Let the target answer prompts, none with stop strings, once by plain decoding, and keep what drafters need.
 
-    Args:
-        prompts: none of them with stop strings.
-        entropy: seeds the noise of prompts without a seed.
-
-    Raises PromptError if a prompt cannot be run, ModelError if the target failed, or cannot show what a drafter
-    declares.
+    `entropy` seeds the noise of prompts without a seed. Raises PromptError if a prompt cannot be run, ModelError if the
+    target failed, or cannot show what a drafter declares.
     """
     watcher = StepWatcher.of(drafters, drawn=any(is_drawn(params) for _, _, params in prompts))
     engine = Engine(target, watcher, max_batch=batch, controller="fixed", entropy=entropy)
@@ -207,11 +199,10 @@ class StepWatcher(NoDrafter):
         self.layers = tuple(sorted({layer for each in needed for layer in each.layers}))
         if needed or drawn:
             rows = any(each.of_prompts for each in needed)
-            shown = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
-            self.features = shown
-        self.seen: dict[int, list[StepOutcome]] = {}
-        self.probs: dict[int, list[float]] = {}
-        self.dists: dict[int, list[Tensor]] = {}
+            self.features = Features("all" if rows else "last", self._keeps_logits or drawn, self.layers)
+        self.seen: defaultdict[int, list[StepOutcome]] = defaultdict(list)
+        self.probs: defaultdict[int, list[float]] = defaultdict(list)
+        self.dists: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     @classmethod
     def of(cls, drafters: Iterable[Drafter], *, drawn: bool) -> StepWatcher:
@@ -227,10 +218,10 @@ class StepWatcher(NoDrafter):
         for request, outcome in zip(batch, outcomes, strict=True):
             if is_drawn(request.params) and outcome.tokens and outcome.logits is not None:
                 dist = probs_from_logits(outcome.logits[-1:], request.params)
-                self.probs.setdefault(request.id, []).append(float(dist[0, outcome.tokens[0]]))
+                self.probs[request.id].append(float(dist[0, outcome.tokens[0]]))
                 if self._keeps_dists:
-                    self.dists.setdefault(request.id, []).append(dist[0].cpu())
-            self.seen.setdefault(request.id, []).append(_copied(outcome, self._keeps_logits))
+                    self.dists[request.id].append(dist[0].cpu())
+            self.seen[request.id].append(_copied(outcome, self._keeps_logits))
 
 
 def _copied(outcome: StepOutcome, logits: bool = False) -> StepOutcome:
@@ -261,11 +252,11 @@ def trace_after(
     layers: tuple[int, ...] = (),
 ) -> AnswerTrace:
     """An answer as if it followed another prompt, with the features that the target shows there."""
-    limit = trace.limit - len(trace.prompt) + len(prompt)
     if features is None:
         seen, layers = [StepOutcome(Proposal.empty(), (), (token,)) for token in trace.tokens], trace.layers
     else:
         seen = [_copied(each) for each in _plain_steps(target, layers, prompt, trace.tokens, whole=features.of_prompts)]
+    limit = trace.limit - len(trace.prompt) + len(prompt)
     return dataclasses.replace(trace, prompt=prompt, seen=tuple(seen), limit=limit, layers=layers)
 
 

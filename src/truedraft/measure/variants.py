@@ -74,11 +74,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter with answers of its target.
-
-    Attributes:
-        shown: changes to step outcomes before the drafter receives them.
-    """
+    """A drafter with answers of its target."""
 
     source: Source
     target: LanguageModel
@@ -88,7 +84,7 @@ class Case:
     traces: tuple[AnswerTrace, ...] = ()
     layers: tuple[int, ...] = ()  # the target's layers with hidden states in the traces
     mended: tuple[Variant, ...] = ()  # variants that were needed to load it
-    shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()
+    shown: tuple[Callable[[StepOutcome], StepOutcome], ...] = ()  # changes to outcomes before the drafter gets them
     wide: bool = False  # whether the drafter computes in float32 regardless of the target's dtype
 
     def of(self, part: Any) -> Case:
@@ -161,14 +157,10 @@ def after_prompt(case: Case, prompt: tuple[int, ...], trace: AnswerTrace) -> Ans
 
 @dataclass(frozen=True)
 class Examined:
-    """A kind of drafter that the doctor examines.
-
-    Attributes:
-        chain: makes a drafter of one deterministic chain, as long as it was made for, from a head or draft model.
-    """
+    """A kind of drafter that the doctor examines."""
 
     noun: str
-    chain: Callable[[Any], Drafter]
+    chain: Callable[[Any], Drafter]  # of a head or draft model one deterministic chain, as long as it was made for
     own: Sequence[Variant]  # variants that are tried before those of how prompts are written
     head: type[Head] | None = None
 
@@ -177,10 +169,7 @@ class Examined:
         return (*self.own, *_FORMS)
 
     def load(self, path: Path, target: LanguageModel) -> tuple[Any, tuple[Variant, ...]]:
-        """The head or draft model at a path, and the variants that were needed to load it.
-
-        Raises TruedraftError if it cannot be loaded.
-        """
+        """The head or draft model at a path, and the variants needed to load it; TruedraftError if none do."""
         if self.head is None:
             return Source(path).draft(target), ()
         mended: tuple[Variant, ...] = ()
@@ -477,7 +466,12 @@ def case_of(typed: str, target: LanguageModel) -> tuple[Examined, Case]:
     if kind is None:
         raise CompositionError(f"{str(path)!r} holds none of what is examined: {', '.join(examined_words())}")
     part, mended = kind.load(path, target)
-    return kind, _with_layers(Case(Source(path), target, part, kind.chain, mended=mended))
+    features, most, layers = kind.chain(part).features, target.shown_layers, set[int]()
+    if features is not None and most:
+        layers = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
+        layers |= set(part.config.usual_of(most)) if features.layers else set()
+    seen = tuple(sorted(each for each in layers if 0 <= each < most))
+    return kind, Case(Source(path), target, part, kind.chain, layers=seen, mended=mended)
 
 
 def place_of(typed: str) -> tuple[str | None, Path]:
@@ -496,13 +490,3 @@ def place_of(typed: str) -> tuple[str | None, Path]:
             f"{typed!r} says no folder; heads and draft models are examined: name theirs", field="drafter"
         )
     return None, path.absolute() if typed.startswith(".") or path.exists() else path  # or a name on the hub
-
-
-def _with_layers(case: Case) -> Case:
-    features, most = case.chain(case.part).features, case.target.shown_layers
-    if features is None or not most:
-        return case
-    layers = {most - 1} | {layer + by for layer in features.layers for by in (-1, 0, 1)}
-    if features.layers:
-        layers |= set(case.part.config.usual_of(most))
-    return replace(case, layers=tuple(sorted(each for each in layers if 0 <= each < most)))

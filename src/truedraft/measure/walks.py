@@ -6,16 +6,16 @@ trace. The proposed nodes that match the trace say what a step starting there ac
 - Deterministic candidates (greedy and seeded requests, prompt lookup, heads) are replayed exactly.
 - Where a chain is sampled, token x was an accepted draft token with probability min(1, q(x) / p(x)), given the text
   (`theory.replay_factor`), independently at each position, so the product of the factors is the probability that a step
-  accepts this far. For several draws at one position see `Draws`. A drafter with another q for each depth is
+  accepts this far. For several draws at one position see below. A drafter with another q for each depth is
   evaluated along the trace from each position (`Drafter.along`).
 
 A step at position i accepts a tokens and the next one starts at i + a + 1. The sum over positions of the probability
 that a step starts there is the expected number of target calls. (The mean over all positions is another number, because
 a step starts where the one before it failed.)
 
-`Draws`: given the trace's token x at a position, with target distribution p and draft distribution q, they give the
-probability that x was a drafted token that the rule accepted, over everything that may be drawn there. A_j(x) is the
-probability that the j-th draw is x and the first that is accepted, by recursive rejection: with p_1 = p and
+`ChainDraws` and `TreeDraws`: given the trace's token x at a position, with target distribution p and draft distribution
+q, they give the probability that x was a drafted token that the rule accepted, over all that may be drawn. A_j(x) is
+the probability that the j-th draw is x and the first that is accepted, by recursive rejection: with p_1 = p and
 p_(j+1) = norm(max(0, p_j - q_j)),
 
     A_j(x) = R_j E min(p_j(x), q_j(x)),   R_(j+1) = R_j (1 - sum of min(p_j, q_j)),   R_1 = 1,
@@ -32,7 +32,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,49 +56,28 @@ _TINY = 1e-300
 _REJECTED = 4  # sampled sequences of rejected draws at one position
 
 
-class Draws(ABC):
-    """The draws of a drafter along one trace, position by position."""
+class ChainDraws:
+    """Several independent chains; the state is the number of chains that match the trace so far. If the j-th of m draws
+    is x and accepted, none before it was x; each of the m - j after it is x with probability q(x).
+    """
 
-    def __init__(self) -> None:
-        self._places: list[Numbers] = []
+    def __init__(self, chains: int) -> None:
+        self._chains = chains
 
-    def note(self, p_x: float, p: Tensor | None, q: Tensor | None, token: int) -> None:
-        """Add a position.
+    def factors(self, p_x: float, p: Tensor | None, q: Tensor | None, token: int) -> Numbers:
+        """`[chains + 1, chains + 1]`: probability that x is accepted and n chains match it, of m before.
 
         Args:
             p_x: the target's probability of the trace's token; 0 if rounding lost it.
             p: `[vocab]`: the target's distribution, needed for several draws.
             q: `[vocab]`: the draft's distribution; None where nothing was drawn.
         """
-        self._places.append(self._nothing() if q is None else self._factors(p_x, p, q, token))
-
-    @abstractmethod
-    def _nothing(self) -> Numbers: ...
-    @abstractmethod
-    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers: ...
-    @abstractmethod
-    def survival(self, place: int, depth: int) -> Numbers:
-        """The probability `[depth]` that a step accepts its first 1, 2, ... tokens; by ranks `[nodes + 1, depth]`."""
-
-
-class ChainDraws(Draws):
-    """Several independent chains; the state is the number of chains that match the trace so far. If the j-th of m draws
-    is x and accepted, none before it was x; each of the m - j after it is x with probability q(x).
-    """
-
-    def __init__(self, chains: int) -> None:
-        super().__init__()
-        self._chains = chains
-
-    def _nothing(self) -> Numbers:
-        return np.zeros((self._chains + 1, self._chains + 1))
-
-    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
-        """`[chains + 1, chains + 1]`: probability that x is accepted and n chains match it, of m before."""
+        found = np.zeros((self._chains + 1, self._chains + 1))
+        if q is None:
+            return found
         assert p is not None
         accepted = _accepted(p, q, token, self._chains) / max(p_x, float(p[token]), _TINY)
         share = min(1.0, float(q[token]))
-        found = self._nothing()
         for came in range(1, self._chains + 1):
             for draw in range(came):
                 left = came - draw - 1
@@ -108,49 +86,40 @@ class ChainDraws(Draws):
                     found[came, 1 + more] += accepted[draw] * chance
         return found
 
-    def survival(self, place: int, depth: int) -> Numbers:
-        state = np.zeros(self._chains + 1)
-        state[-1] = 1.0
-        found = []
-        for factors in self._places[place : place + depth]:
-            state = state @ factors
-            found.append(state.sum())
-        return np.array(found)
+    def survival(self, places: Sequence[Numbers]) -> Numbers:
+        """The probability `[places]` that a step accepts its first 1, 2, ... tokens."""
+        state = np.eye(self._chains + 1)[-1]
+        states = itertools.accumulate(places, operator.matmul, initial=state)
+        return np.array([state.sum() for state in itertools.islice(states, 1, None)])
 
 
-class TreeDraws(Draws):
+class TreeDraws:
     """Draws without replacement, with a fixed number per node of a depth or by ranks; one per node is a chain.
 
     Args:
         branching: draws per node at depth 0, 1, ...; with `ranks` the most.
+        seed: of sampled rejected draws.
         ranks: the draws of the largest tree, the best ones first; None is the same number at every node of a depth.
     """
 
     def __init__(self, branching: Sequence[int], seed: int, ranks: RankTree | None = None) -> None:
-        super().__init__()
         self._branching, self._ranks = branching, ranks
         self._random = np.random.default_rng(abs(seed))
 
-    def _nothing(self) -> Numbers:
-        return np.zeros(max(self._branching))
-
-    def _factors(self, p_x: float, p: Tensor | None, q: Tensor, token: int) -> Numbers:
+    def factors(self, p_x: float, p: Tensor | None, q: Tensor | None, token: int) -> Numbers:
         """`[draws]`: probability that x is accepted as one of the first 1, 2, ... draws."""
-        if max(self._branching) == 1:  # which needs no whole distribution
+        draws = max(self._branching)
+        if q is None:
+            return np.zeros(draws)
+        if draws == 1:  # which needs no whole distribution
             return np.array([replay_factor(min(p_x, 1.0), min(float(q[token]), 1.0)) if p_x > 0.0 else 1.0])
         assert p is not None
-        accepted = _accepted(p, q, token, max(self._branching), self._random)
-        return np.cumsum(accepted) / max(p_x, float(p[token]), _TINY)
+        return np.cumsum(_accepted(p, q, token, draws, self._random)) / max(p_x, float(p[token]), _TINY)
 
-    def survival(self, place: int, depth: int) -> Numbers:
-        places = self._places[place : place + depth]
+    def survival(self, places: Sequence[Numbers]) -> Numbers:
+        """As of chains; by ranks `[nodes + 1, places]`, with the first 0, 1, ... draws."""
         if self._ranks is None:
             return np.cumprod([each[width - 1] for each, width in zip(places, self._branching, strict=False)])
-        return self._by_nodes(places)
-
-    def _by_nodes(self, places: Sequence[Numbers]) -> Numbers:
-        """`[nodes + 1, depth]`: survival with the first 0, 1, ... draws; a node's is the product along its path."""
-        assert self._ranks is not None
         chances = [np.diff(each, prepend=0.0) for each in places]
         found = np.zeros((len(self._ranks) + 1, len(places)))
         accepted: dict[RankPath, float] = {(): 1.0}
@@ -162,8 +131,8 @@ class TreeDraws(Draws):
         return found
 
 
-def draws_of(drafter: Drafter, seed: int) -> Draws:
-    """How a drafter draws for sampled requests; `seed` is that of sampled rejected draws."""
+def draws_of(drafter: Drafter, seed: int) -> ChainDraws | TreeDraws:
+    """How a drafter draws for sampled requests."""
     if not draws_several(drafter):
         return TreeDraws((1,) * max(1, drafter.limits.depth), seed)
     if drafter.kinds == {DrawKind.INDEPENDENT}:
@@ -218,18 +187,15 @@ class Walk:
     (1, 2), (never, never), (1, never), (never, never). A chain of two accepts 2 at the first position, so the next step
     starts at the fourth and accepts none: two calls for four tokens. A chain of one accepts 1, then 1: also two calls.
 
-    Attributes:
-        fewest: `[places, depth]`, int64: smallest node budget with the true continuation down to a depth, or `NEVER`.
-        survival: `[places, depth]`: probability that the draft is accepted down to this depth if the nodes are in the
-            budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
-        drafted: `[places, nodes + 1]`: nodes drafted with a budget of 0, 1, ...; None where all of it is used.
+    `survival` is the probability `[places, depth]` that the draft is accepted down to this depth if the nodes are in
+    the budget; for draws by ranks `[nodes + 1, places, depth]`, for a budget of 0, 1, ....
     """
 
-    fewest: Numbers
+    fewest: Numbers  # `[places, depth]`, int64: smallest budget with the true continuation to a depth, or `NEVER`
     survival: Numbers
     depths: Numbers  # `[places, nodes + 1]`: depth of the first 0, 1, ... nodes of the proposal.
     sizes: Numbers  # `[places]`: nodes of the whole proposal, or the budget that it uses
-    drafted: Numbers | None = None
+    drafted: Numbers | None = None  # `[places, nodes + 1]`: nodes drafted with a budget; None where all of it is used
     guessed: float = 0.0  # share of a chain's tokens that took no level of drafting, as the drafter predicts it
 
     @property
@@ -289,11 +255,9 @@ def walk_along(
 ) -> list[Walk]:
     """Replay a drafter along answers, one token at a time.
 
-    Args:
-        drafter: at its largest size, checked against the target; it must not be used elsewhere during the walk.
-        traces: must hold the features that the drafter declares.
-
-    Raises OptionError if acceptance is not known along a trace, or not from what these hold; DrafterError if it failed.
+    It is checked against the target, has its largest size, and must not be used elsewhere during the walk; traces hold
+    the features that it declares. Raises OptionError if acceptance is not known along a trace, or not from what these
+    hold; DrafterError if it failed.
     """
     check_walkable(drafter, any(is_drawn(trace.params) for trace in traces))
     if draws_several(drafter) and any(is_drawn(trace.params) and not trace.dists for trace in traces):
@@ -356,7 +320,7 @@ class _Replay:
         self._begun = False
         self._guessed = 0.0
         self._held: list[list[int]] = []  # by position: nodes that match the continuation, by depth
-        self._draws = draws_of(drafter, trace.seed)
+        self._draws, self._places = draws_of(drafter, trace.seed), list[Numbers]()
         self._depths: list[list[int]] = []
         self._survival: list[Numbers] = []  # by position, where the drafter is evaluated along the trace
 
@@ -408,20 +372,21 @@ class _Replay:
             if draws and draws[0].dist >= 0:
                 assert proposal.probs is not None
                 q = proposal.probs[draws[0].dist]
-            self._note_draw(self._draws, self._place + 1, q)
+            self._places.append(self._factors(self._draws, self._place + 1, q))
         self._held.append([node + 1 for node in proposal.tree.along(self.rest)])
         depths = proposal.tree.shape.depths if len(proposal.tree) else ()
         self._depths.append([0, *itertools.accumulate(depths, max)])
 
-    def _note_draw(self, draws: Draws, place: int, q: Tensor | None) -> None:
+    def _factors(self, draws: ChainDraws | TreeDraws, place: int, q: Tensor | None) -> Numbers:
         p = self.trace.dists[place] if self.trace.dists else None
-        draws.note(self.trace.probs[place], p, q, self.trace.tokens[place])
+        return draws.factors(self.trace.probs[place], p, q, self.trace.tokens[place])
 
     def note_along(self, dists: Tensor) -> None:
-        draws = draws_of(self._drafter, self.trace.seed)
+        draws, places = draws_of(self._drafter, self.trace.seed), []
         for place, (q, token) in enumerate(zip(dists, self.rest, strict=False), self._place + 1):
-            self._note_draw(draws, place, q if bool(q[token].isfinite()) else None)  # nothing drawn by broken logits
-        self._survival.append(draws.survival(0, len(dists)))
+            finite = bool(q[token].isfinite())  # nothing is drawn by broken logits
+            places.append(self._factors(draws, place, q if finite else None))
+        self._survival.append(draws.survival(places))
         self._held.append([])
         branching = self._drafter.branching or (1,) * len(dists)
         widths = itertools.accumulate(branching[: len(dists)], operator.mul)
@@ -443,7 +408,7 @@ class _Replay:
     def _survivals(self, longest: int) -> Iterator[tuple[int, int, Numbers]]:
         for place in range(len(self._held)):
             depth = min(self._allowed(place), longest)
-            own = self._survival[place] if self._survival else self._draws.survival(place, depth)
+            own = self._survival[place] if self._survival else self._draws.survival(self._places[place : place + depth])
             yield place, depth, own[..., :depth]
 
     def _of_levels(self) -> Walk:

@@ -13,13 +13,7 @@ from truedraft.errors import DataError
 from truedraft.measure.bench.prompts import is_question_file, read_questions, spread
 
 HUMAN_EVAL = [
-    {
-        "task_id": f"HumanEval/{i}",
-        "prompt": f"def f{i}():\n",
-        "entry_point": f"f{i}",
-        "canonical_solution": "",
-        "test": "",
-    }
+    {"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "canonical_solution": ""}
     for i in range(3)
 ]
 GSM8K = [{"question": f"How many are {i}?", "answer": f"#### {i}"} for i in range(3)]
@@ -102,12 +96,12 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert not is_question_file(packed)
 
 
-@pytest.mark.parametrize("text", ["", "{broken", '{"prompt": "my own"}', "[1]", '{"text": "x"}'])
-def test_other_files_are_no_question_files(tmp_path: Path, text: str) -> None:
+def test_other_files_are_no_question_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    path.write_text(text)
     assert not is_question_file(path)
-    assert not is_question_file(tmp_path / "absent.jsonl")
+    for text in ("", "{broken", '{"prompt": "my own"}', "[1]", '{"text": "x"}'):
+        path.write_text(text)
+        assert not is_question_file(path), text
 
 
 def test_a_byte_order_mark_is_no_part_of_a_question(tmp_path: Path) -> None:

@@ -44,33 +44,17 @@ def row(name: str, prompt: str, total_s: float, run: int = 0, tokens: tuple[int,
     """Five tokens, the first after 0.5 s; "draft" emits the other four in two calls, of 1.5 times V(1) each."""
     ours = not name.startswith("peer")
     calls = 2 if name == "draft" else 4
+    drafts = calls == 2
     counters = Counters(
-        target_calls=calls,
-        emitted_tokens=4,
-        prefill_tokens=1,
-        draft_tokens=0 if calls == 4 else 6,
-        accepted_tokens=4 - calls,
-        accepted_per_position=[] if calls == 4 else [2, 0, 0],
-        tried_per_position=[] if calls == 4 else [2, 2, 0],
-    )
+        target_calls=calls, emitted_tokens=4, prefill_tokens=1, draft_tokens=6 * drafts, accepted_tokens=4 - calls,
+        accepted_per_position=[2, 0, 0] * drafts, tried_per_position=[2, 2, 0] * drafts,
+    )  # fmt: skip
     breakdown = Breakdown(
-        steps=calls,
-        requests=calls,
-        decode_s=total_s - 0.5,
-        forward_curve_s=calls * (0.15 if calls == 2 else 0.1),
-        plain_curve_s=calls * 0.1,
-        drafting_curve_s=0.02 if calls == 2 else 0.0,
-    )
+        steps=calls, requests=calls, decode_s=total_s - 0.5, forward_curve_s=calls * (0.15 if drafts else 0.1),
+        plain_curve_s=calls * 0.1, drafting_curve_s=0.02 * drafts,
+    )  # fmt: skip
     outcome = SystemOutput(
-        (tokens,),
-        (0.5,),
-        0.5,
-        calls,
-        6 if calls == 2 else 0,
-        100,
-        calls,
-        4 / calls,
-        counters=counters if ours else None,
+        (tokens,), (0.5,), 0.5, calls, 6 * drafts, 100, calls, 4 / calls, counters=counters if ours else None
     )
     return Row(name, (prompt,), run, 0, total_s, 2.0 * total_s, outcome, breakdown if ours else None)
 
@@ -95,13 +79,9 @@ def test_speed_and_ratios_are_paired_by_prompt() -> None:
     assert plain.speedup is not None and plain.speedup.mean == pytest.approx(1.0)
     assert draft.first_token_s == Spread(0.5, 0.5, 0.5)
     assert draft.cpu_s_per_1000_tokens == pytest.approx(2 * 3.0 / 10 * 1000)
-
-
-def test_runs_of_a_prompt_count_by_their_median() -> None:
-    found = summarise(
-        [row("plain", "a", each, run) for run, each in enumerate((1.0, 2.0, 50.0))], NAMES, ("plain",), {}
-    )
-    assert found[0].tokens_per_s.median == pytest.approx(2.5) and found[0].groups == 1 and found[0].tokens == 5
+    runs = [row("plain", "a", each, run) for run, each in enumerate((1.0, 2.0, 50.0))]
+    (found,) = summarise(runs, NAMES, ("plain",), {})  # runs of a prompt count by their median
+    assert found.tokens_per_s.median == pytest.approx(2.5) and found.groups == 1 and found.tokens == 5
 
 
 def test_counts_prediction_and_bandwidth() -> None:
@@ -217,9 +197,8 @@ def test_peers_draw_other_random_numbers() -> None:
 
 def test_tokens_that_come_with_the_prefill_are_not_decoded() -> None:
     one = row("peer, fast", "a", 2.5)
-    assert one.decode_tokens_per_s == pytest.approx(4 / 2.0)
     several = dataclasses.replace(one, output=dataclasses.replace(one.output, first_tokens=3))
-    assert several.decode_tokens_per_s == pytest.approx(2 / 2.0)
+    assert (one.decode_tokens_per_s, several.decode_tokens_per_s) == (pytest.approx(4 / 2.0), pytest.approx(2 / 2.0))
 
 
 def test_time_without_a_core() -> None:

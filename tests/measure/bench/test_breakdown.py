@@ -40,6 +40,11 @@ def test_sums_leave_the_prefill_out() -> None:
     assert found.forward_curve_s == pytest.approx(2.10)
     assert found.plain_curve_s == pytest.approx(2.02)
     assert found.drafting_curve_s == pytest.approx(0.8)
+    parts = shares(found)
+    assert parts is not None and parts.target is not None and parts.draft is not None and parts.host is not None
+    assert parts.target == pytest.approx(0.525) and parts.draft == pytest.approx(0.2)
+    assert parts.host == pytest.approx(0.275)  # step time - V - draft cost
+    assert parts.verification == pytest.approx(0.05) and parts.timed_target == pytest.approx(0.55)
 
 
 def test_steps_that_were_not_settled_are_left_out_of_the_sums() -> None:
@@ -53,27 +58,11 @@ def test_steps_that_were_not_settled_are_left_out_of_the_sums() -> None:
     )
 
 
-def test_shares_add_up() -> None:
-    found = shares(break_down([PREFILL, STEP, STEP], total_s=5.0, costs=FlatCosts()))
-    assert found is not None and found.target is not None and found.draft is not None and found.host is not None
-    assert found.target == pytest.approx(0.525) and found.draft == pytest.approx(0.2)
-    assert found.host == pytest.approx(0.275)  # step time - V - draft cost
-    assert found.target + found.draft + found.host == pytest.approx(1.0)
-    assert found.verification == pytest.approx(0.05) and found.timed_target == pytest.approx(0.55)
-
-
 def test_without_curves_or_steps() -> None:
     found = shares(break_down([STEP], total_s=2.0, costs=None))
     assert found is not None and found.target is None and found.host is None
     assert found.timed_draft == pytest.approx(0.2)
     assert shares(break_down([PREFILL], total_s=1.5, costs=FlatCosts())) is None
-
-
-def test_addition() -> None:
-    one = break_down([STEP], total_s=2.0, costs=FlatCosts())
-    both = one + one
-    assert both.steps == 2 and both.decode_s == pytest.approx(4.0)
-    assert both.forward_curve_s == pytest.approx(2 * 1.05)
 
 
 def target_cost() -> TargetCost:

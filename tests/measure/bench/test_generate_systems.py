@@ -12,8 +12,7 @@ from cli.tiny import save_tiny_llama
 from measure.peers.test_transformers import noisy
 from truedraft import Engine
 from truedraft.core.params import SamplingParams
-from truedraft.errors import UnknownOptionError
-from truedraft.measure.bench import Suite, check_peers, load_suite
+from truedraft.measure.bench import Suite, load_suite
 from truedraft.measure.bench.suite import ASSISTED, GenerateSystem
 from truedraft.measure.peers.transformers import Generate
 from truedraft.options import MachineOptions, ModelOptions
@@ -124,12 +123,8 @@ def test_a_batch_is_padded_on_the_left(folders: tuple[str, str]) -> None:
 
 def test_without_a_draft_model(folders: tuple[str, str]) -> None:
     found = load(folders, drafters=("prompt-lookup", "none"))
-    assert [each.name for each in found.systems] == [
-        "plain",
-        "prompt-lookup",
-        "transformers",
-        "transformers lookup",
-    ]
+    names = ["plain", "prompt-lookup", "transformers", "transformers lookup"]
+    assert [each.name for each in found.systems] == names
     assert "no draft model is among the drafters" in found.notes[-1]
 
 
@@ -148,18 +143,5 @@ def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:
     draft = folders[1]
     words = (f"draft:{draft},num_speculative_tokens=2", f"draft:{draft}", "prompt-lookup", "auto", "auto", "none")
     found = load(folders, drafters=words, peers=())
-    names = [each.name for each in found.ours]
-    assert names == [
-        "plain",
-        "draft:draft,num_speculative_tokens=2",
-        "draft:draft",
-        "prompt-lookup",
-        "auto",
-        "auto (2)",
-    ]
-
-
-def test_unknown_peers() -> None:
-    check_peers(["transformers"])
-    with pytest.raises(UnknownOptionError, match=r"unknown peer 'vllm'; valid: transformers"):
-        check_peers(["transformers", "vllm"])
+    names = ["plain", "draft:draft,num_speculative_tokens=2", "draft:draft", "prompt-lookup", "auto", "auto (2)"]
+    assert [each.name for each in found.ours] == names

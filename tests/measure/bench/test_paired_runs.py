@@ -41,14 +41,8 @@ class Pretender(System):
 def run(systems: Sequence[System], groups: Sequence[Group] = PROMPTS, runs: int = 1) -> Results:
     kept: list[Row] = []
     seen: list[int] = []
-    results = run_all(
-        systems,
-        groups,
-        runs=runs,
-        context_length=22,
-        keep=kept.append,
-        progress=lambda done, _: seen.append(done),
-    )
+    more = {"keep": kept.append, "progress": lambda done, _: seen.append(done)}
+    results = run_all(systems, groups, runs=runs, context_length=22, **more)
     assert kept == results.rows and seen == sorted(seen)
     return results
 

@@ -131,10 +131,8 @@ def test_open_budgets_are_chosen_by_the_curve(tmp_path: Path, monkeypatch: pytes
     size_trees(suite, level, SamplingParams())
     assert suite.notes == [f"open: {nodes_for(target, medusa(), costs=StepCosts(target, forwards=level)).describe()}"]
     found = drafted_trees(suite, {"open": 1.5}, SamplingParams())
-    assert [(each.system, len(each.tree), each.measured) for each in found] == [
-        ("open", 40, 1.5),
-        ("fixed", 4, None),
-    ]
+    shown = [(each.system, len(each.tree), each.measured) for each in found]
+    assert shown == [("open", 40, 1.5), ("fixed", 4, None)]
     prompts = [[5, 9, 11], [3]]
     drafted = ours[1].answer(prompts, SamplingParams(max_tokens=8))
     assert drafted.token_ids == ours[0].answer(prompts, SamplingParams(max_tokens=8)).token_ids
@@ -158,19 +156,13 @@ def test_the_trees_of_a_portfolio_are_named_by_its_members(tmp_path: Path, monke
     monkeypatch.setenv("TRUEDRAFT_CACHE", str(tmp_path))
     target = packed("llama")
     drafter = Portfolio({"lookup": PromptLookup(), "open": medusa(), "fixed": medusa(4)})
-    suite = Suite(
-        target,
-        True,
-        [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter, controller="fixed"))],
-        controller="fixed",
-    )
+    ours = [OurEngine(PLAIN, Engine(target)), OurEngine("auto", Engine(target, drafter, controller="fixed"))]
+    suite = Suite(target, True, ours, controller="fixed")
     size_trees(suite, TargetCost.fit({(1, 8): 10.0, (128, 8): 10.0}), SamplingParams())
     assert [note.partition(" by ")[0] for note in suite.notes] == ["auto: open: 40 nodes"]
     found = drafted_trees(suite, {"auto": 1.5}, SamplingParams())
-    assert [(each.system, each.nodes, each.measured) for each in found] == [
-        ("auto: open", 40, None),
-        ("auto: fixed", 4, None),
-    ]
+    shown = [(each.system, each.nodes, each.measured) for each in found]
+    assert shown == [("auto: open", 40, None), ("auto: fixed", 4, None)]
 
 
 def test_drafters_that_choose_their_trees_are_found_too() -> None:

@@ -173,11 +173,8 @@ def test_llama_cpp_knows_no_logprobs_of_tokens_that_it_drafted(server: ScriptedS
     entries = [{"id": token, "token": "?", "logprob": 0.0, "top_logprobs": []} for token in ids]
     llama_cpp(server, content=ANSWER, tokens=list(ids), completion_probabilities=entries)
     assert answered(server, tokenizer, logprobs=1) == Reply(ids, ANSWER)
-
-
-def test_llama_cpp_that_adds_a_token_to_the_prompt_is_found_out(server: ScriptedServer, tokenizer: Tokenizer) -> None:
-    llama_cpp(server, content=ANSWER, tokens=list(tokenizer.plain_ids(ANSWER)), tokens_evaluated=99)
-    assert "counts 99 tokens in a prompt of" in refused(server, tokenizer)
+    llama_cpp(server, content=ANSWER, tokens=list(ids), tokens_evaluated=99)
+    assert "counts 99 tokens in a prompt of" in refused(server, tokenizer), "it adds some of its own"
 
 
 def openai_like(
@@ -278,38 +275,26 @@ def test_names_that_mean_something_else_here_give_way_to_the_text(server: Script
     assert reply.token_ids == tokenizer.plain_ids(ANSWER) and reply.unsure
 
 
-def test_a_server_without_a_list_of_models(server: ScriptedServer, tokenizer: Tokenizer) -> None:
+def test_which_model_is_asked(server: ScriptedServer, tokenizer: Tokenizer) -> None:
     openai_like(server, tokenizer, ANSWER)
     del server.handlers["/v1/models"]
-    with opened(server, tokenizer) as endpoint:
-        assert endpoint.model is None and "model" not in server.posted()[-1]
-    with opened(server, tokenizer, model="other") as endpoint:
-        assert endpoint.model == "other" and server.posted()[-1]["model"] == "other"
-
-
-def test_a_model_that_is_not_served_is_refused(server: ScriptedServer, tokenizer: Tokenizer) -> None:
-    answers_vllm(server, tokenizer, (5,))
+    for model in (None, "other"):
+        with opened(server, tokenizer, model=model) as endpoint:
+            assert endpoint.model == model == server.posted()[-1].get("model")
+    ids = tokenizer.plain_ids(ANSWER)
+    answers_vllm(server, tokenizer, ids, model="m-2026-01-31")  # the date of a version is the same model
+    assert answered(server, tokenizer).token_ids == ids
+    answers_vllm(server, tokenizer, ids, model="m-large")
+    assert "was asked for model 'm', and 'm-large' answered" in refused(server, tokenizer)
     with pytest.raises(PeerError, match="does not serve model 'gpt', but 'm'"):
         opened(server, tokenizer, model="gpt")
     with opened(server, tokenizer, model="/models/m") as endpoint:
         assert endpoint.model == "/models/m"
-
-
-def test_the_first_of_several_models_is_asked_and_said(server: ScriptedServer, tokenizer: Tokenizer) -> None:
-    answers_vllm(server, tokenizer, (5,))
     server.handlers["/v1/models"] = models("vllm", "a", "b")
     told: list[str] = []
     with opened(server, tokenizer, tell=told.append) as endpoint:
         assert endpoint.model == "a"
     assert told == [f"{server.url} serves 2 models, and the first is asked: 'a'"]
-
-
-def test_the_date_of_a_version_is_the_same_model(server: ScriptedServer, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.plain_ids(ANSWER)
-    answers_vllm(server, tokenizer, ids, model="m-2026-01-31")
-    assert answered(server, tokenizer).token_ids == ids
-    answers_vllm(server, tokenizer, ids, model="m-large")
-    assert "was asked for model 'm', and 'm-large' answered" in refused(server, tokenizer)
 
 
 def test_the_key_goes_to_the_server(server: ScriptedServer, tokenizer: Tokenizer) -> None:
@@ -320,12 +305,6 @@ def test_the_key_goes_to_the_server(server: ScriptedServer, tokenizer: Tokenizer
     assert {each.headers["Authorization"] for each in server.asked} == {"Bearer s3cret"}
     with pytest.raises(OptionError, match="api_key holds what no HTTP header can"):
         opened(server, tokenizer, api_key="two\nlines")
-
-
-def test_what_is_no_address_is_refused() -> None:
-    for url in ("127.0.0.1:8000", "ftp://host", "http://"):
-        with pytest.raises(OptionError, match="is no address; give one such as http"):
-            Endpoint.open(url)
 
 
 def test_an_address_may_end_in_v1(server: ScriptedServer, tokenizer: Tokenizer) -> None:

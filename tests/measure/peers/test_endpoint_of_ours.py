@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from server.conftest import Running, serving
 from support.embedded_models import embedded
 from truedraft import Engine, SamplingParams
 from truedraft.drafters.specs import from_spec
-from truedraft.measure.peers import Endpoint, PeerFacts, Question, Recorded, Reply
+from truedraft.measure.peers import Endpoint, PeerFacts, Question, Reply
 from truedraft.models.base import LanguageModel
 
 PROMPTS = ("class Stack:\n    def push(self, item):", "import os\n", "def add(a, b):")
@@ -72,22 +71,6 @@ def test_ids_and_logprobs_are_those_of_the_engine(endpoint: Endpoint, target: La
                 assert told == pytest.approx(dict(known.top) | {known.token: known.logprob}) or told == pytest.approx(
                     dict(known.top)
                 )
-
-
-def test_a_certificate_that_was_interrupted_goes_on(
-    running: Running, endpoint: Endpoint, target: LanguageModel, tmp_path: Path
-) -> None:
-    questions = asked(target, SamplingParams(8, 1.0))
-    file = tmp_path / "kept.jsonl"
-    with Recorded(endpoint, file) as first:
-        answers = first.answers(questions)
-        early = dict([next(answers)])  # and the run is broken off
-        del answers
-    with Recorded(endpoint, file) as again:
-        found = again.ask(questions)
-        assert again.kept >= 1 and again.asked == len(questions) - again.kept
-    assert all(isinstance(reply, Reply) for reply in found)
-    assert all(found[number] == reply for number, reply in early.items())
 
 
 def test_a_server_whose_context_is_too_short_says_so(endpoint: Endpoint) -> None:

@@ -57,25 +57,16 @@ class MachineCosts:
         target = footprint_of(suite.target)
         drafts = {each.name: each.draft_model for each in suite.ours}
         drafts |= {each.name: suite.assistant for each in suite.peers}  # their draft forwards are counted as well
-        return {
-            name: Memory(
-                self.bandwidth, target, Footprint(model.weight_bytes) if model and reads_alike(model) else None
-            )
-            for name, model in drafts.items()
-        }
+        reads = {name: Footprint(each.weight_bytes) for name, each in drafts.items() if each and reads_alike(each)}
+        return {name: Memory(self.bandwidth, target, reads.get(name)) for name in drafts}
 
 
 def measure_costs(suite: Suite, params: SamplingParams, progress: Progress, *, refresh: bool = False) -> MachineCosts:
     """Read bandwidth, the curve V of the target and the cost of each drafter: stored ones, or measured now.
 
     Drafters without a fixed number of nodes get the fastest number for V, with a note in the suite, unless a controller
-    weighs costs itself.
-
-    Args:
-        progress: called with parts done, `PARTS` for each of our engines, and the name of the measurement.
-        refresh: measure even if stored curves exist.
-
-    Raises TruedraftError if a model or drafter failed.
+    weighs costs itself. `progress` is called with parts done, `PARTS` for each of our engines, and the name of the
+    measurement. Raises TruedraftError if a model or drafter failed.
     """
     measured = MachineCosts()
     progress(0, "reading memory")
@@ -124,9 +115,7 @@ def shown_points(target: TargetCost, context_length: int) -> list[dict[str, floa
 
 def size_trees(suite: Suite, forwards: TargetCost, params: SamplingParams, *, refresh: bool = False) -> None:
     """Set the number of nodes of drafters without a fixed one to the fastest, and add a note on each, except for
-    engines with a controller that weighs costs.
-
-    Raises TruedraftError if target or drafter failed.
+    engines with a controller that weighs costs. Raises TruedraftError if target or drafter failed.
     """
     for each in suite.ours:
         if each.engine.controller.weighs_costs:

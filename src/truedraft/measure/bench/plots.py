@@ -44,9 +44,7 @@ def draw_all(
 ) -> list[str]:
     """Draw the plots that there are numbers for; returns their names without suffix, in the report's order.
 
-    Args:
-        costs: points of the target's cost curve: rows, context, seconds.
-        limit_s: seconds for reading the weights once; None where unknown.
+    `costs` are points of the target's cost curve (rows, context, seconds), `limit_s` seconds of reading the weights.
     """
     figures: dict[str, Figure] = {}
     if summaries:
@@ -118,7 +116,8 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     ends = list(itertools.accumulate(each.seconds for each in columns))
     starts, widths = [0.0, *ends[:-1]], [each.seconds for each in columns]
     below = [0.0] * len(columns)
-    for what, colour in _colours(decisions).items():
+    for what, usual in zip(decisions.ordered, itertools.cycle(COLOURS), strict=False):
+        colour = _NOT_DRAFTING.get(what, usual)
         shares = [each.decisions.get(what, 0) / each.requests for each in columns]
         upper.bar(starts, shares, widths, below, align="edge", color=colour, label=what, linewidth=0)
         below = [low + share for low, share in zip(below, shares, strict=True)]
@@ -137,11 +136,6 @@ def draw_decisions(folder: Path, system: str, decisions: Decisions, under: str) 
     return name
 
 
-def _colours(decisions: Decisions) -> dict[str, str]:
-    names = list(decisions.ordered)
-    return {name: _NOT_DRAFTING.get(name, COLOURS[number % len(COLOURS)]) for number, name in enumerate(names)}
-
-
 def _file_name(what: str, system: str) -> str:
     return f"{what}-{re.sub(r'[^0-9A-Za-z.=-]+', '-', system).strip('-')}"
 
@@ -149,9 +143,8 @@ def _file_name(what: str, system: str) -> str:
 def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
     """Draw a system's tree into a folder; returns the plot's name without suffix.
 
-    Where trees are chosen at each step it is the counted tree of the same heads, and the plot says so.
-
-    Raises OSError if a file cannot be written.
+    Where trees are chosen at each step it is the counted tree of the same heads, and the plot says so. Raises OSError
+    if a file cannot be written.
     """
     name = _file_name("tree", drafted.system)
     nodes = f"{len(drafted.tree)} node{'s' if len(drafted.tree) > 1 else ''}"
@@ -164,14 +157,12 @@ def draw_drafted(folder: Path, drafted: DraftedTree, under: str) -> str:
 
 
 def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
-    """Draw a tree as `stem`.png and `stem`.svg: the root above, below it the nodes level by level, labelled by rank.
-
-    Args:
-        tree: at least one node; with `survival` the nodes are coloured and sized by it.
-        stem: path without suffix; its folder must exist.
-
-    Raises OSError if a file cannot be written.
+    """Draw a tree of at least one node as `stem`.png and `stem`.svg: the root above, below it the nodes level by level,
+    labelled by rank, and with `survival` coloured and sized by it. Raises OSError if a file cannot be written.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
     places = _places(tree)
     leaves = len(tree.shape.leaves)
     width = min(_WIDE, max(_NARROW, 0.3 * leaves))
@@ -181,7 +172,10 @@ def draw_tree(tree: RankTree, stem: Path, heading: str, under: str) -> None:
     axes.set_xlim(-_MARGIN / (1 - _MARGIN) * (span + 1.2) - 0.6, span + 0.6)
     axes.set_ylim(tree.depth + 0.35, -0.3)
     across = min(_LARGEST, 0.88 * 72 * width * (1 - _MARGIN) / (span + 1.2))
-    scale = _scale_of(tree)
+    scale = None
+    if tree.survival:
+        colours = LinearSegmentedColormap.from_list("survival", _SHADES)
+        scale = ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), colours)
     _draw_edges(axes, tree, places)
     _draw_nodes(axes, tree, places, scale, across)
     _name_levels(axes, tree)
@@ -212,15 +206,6 @@ def _places(tree: RankTree) -> list[float]:
             places[row] = float(leaf)
             leaf += 1
     return places
-
-
-def _scale_of(tree: RankTree) -> ScalarMappable | None:
-    if not tree.survival:
-        return None
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
-
-    return ScalarMappable(LogNorm(_TICKS[0], 1.0, clip=True), LinearSegmentedColormap.from_list("survival", _SHADES))
 
 
 def _shade(survival: float) -> float:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from truedraft.errors import DataError
 from truedraft.files import object_in, text_of
@@ -27,12 +27,11 @@ class Question:
     category: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
+class _Format(NamedTuple):
     """A file format, recognised by its fields; `read` takes a record and its number."""
 
     name: str
-    fields: frozenset[str]
+    fields: set[str]
     read: Callable[[Record, int], Question]
 
 
@@ -45,18 +44,12 @@ def _first_turn(record: Record, _: int) -> Question:
 
 
 _FORMATS = (
-    _Format(
-        "humaneval",
-        frozenset({"task_id", "prompt", "entry_point"}),
-        lambda record, _: Question(str(record["task_id"]), str(record["prompt"]), "humaneval"),
-    ),
-    _Format("mt_bench", frozenset({"question_id", "turns"}), _first_turn),
-    _Format(
-        "gsm8k",
-        frozenset({"question", "answer"}),
-        lambda record, number: Question(str(number), str(record["question"]), "gsm8k"),
-    ),
-)
+    _Format("humaneval", {"task_id", "prompt", "entry_point"},
+            lambda record, _: Question(str(record["task_id"]), str(record["prompt"]), "humaneval")),
+    _Format("mt_bench", {"question_id", "turns"}, _first_turn),
+    _Format("gsm8k", {"question", "answer"},
+            lambda record, number: Question(str(number), str(record["question"]), "gsm8k")),
+)  # fmt: skip
 
 
 def is_question_file(path: Path) -> bool:

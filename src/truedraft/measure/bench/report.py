@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -17,7 +18,7 @@ from truedraft.measure.bench.answers import VocabularyCost
 from truedraft.measure.bench.plots import draw_all, draw_decisions, draw_drafted
 from truedraft.measure.bench.runs import Results, Row
 from truedraft.measure.bench.suite import PLAIN
-from truedraft.measure.bench.summary import DraftedTree, Ratio, Spread, Summary
+from truedraft.measure.bench.summary import DraftedTree, Spread, Summary
 from truedraft.options import record_of
 from truedraft.pictures import check_drawing
 
@@ -72,12 +73,7 @@ def speed_table(summaries: Sequence[Summary], must_agree: bool, peers_agree: boo
 
 def divergence_table(summaries: Sequence[Summary]) -> TextTable:
     """The divergence caused by a lossy rule: means over its emitted tokens, for the systems that used one."""
-    columns = [
-        _column("total\nvariation", "counters.mean_total_variation", 3),
-        _column("KL,\nnats", "counters.mean_kl", 3),
-        _column("the same\nof greedy", "counters.mean_total_variation_greedy", 3),
-        _column("KL\nof greedy", "counters.mean_kl_greedy", 3),
-    ]
+    columns = [_column(heading, f"counters.{name}", 3) for name, heading in _DIVERGENCES.items()]
     return _table(columns, [each for each in summaries if each.lossy])
 
 
@@ -102,14 +98,12 @@ def acceptance_table(summaries: Sequence[Summary]) -> TextTable:
     drafting = [each for each in summaries if each.acceptance_per_position]
     longest = max((len(each.acceptance_per_position) for each in drafting), default=0)
 
-    def at(place: int) -> Column:
-        def cell(summary: Summary) -> str:
-            rates = summary.acceptance_per_position
-            return _number(rates[place] if place < len(rates) else None, 2)
+    def cell(place: int, summary: Summary) -> str:
+        rates = summary.acceptance_per_position
+        return _number(rates[place] if place < len(rates) else None, 2)
 
-        return f"{'' if place else 'accepted'}\nat {place + 1}", cell
-
-    return _table([at(place) for place in range(min(longest, _SHOWN_POSITIONS))], drafting)
+    places = range(min(longest, _SHOWN_POSITIONS))
+    return _table([(f"{'' if at else 'accepted'}\nat {at + 1}", partial(cell, at)) for at in places], drafting)
 
 
 def tree_table(trees: Sequence[DraftedTree]) -> TextTable:
@@ -172,8 +166,11 @@ _SUMMARY = (
 _OF_A_ROW = (
     "model", "pad_to", "weights", "note", "rule", "controller", "lossless", "dtype", "device", "threads", "batch",
 )  # fmt: skip
-_DIVERGENCES = ("mean_total_variation", "mean_kl", "mean_total_variation_greedy", "mean_kl_greedy")
-"""Distances of the distributions of emitted tokens from the target's, by `Counters`; None after a lossless rule."""
+_DIVERGENCES = {
+    "mean_total_variation": "total\nvariation", "mean_kl": "KL,\nnats",
+    "mean_total_variation_greedy": "the same\nof greedy", "mean_kl_greedy": "KL\nof greedy",
+}  # fmt: skip
+"""Distances of the distributions of emitted tokens from the target's, by `Counters`, with the headings of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +243,12 @@ def bench_record(
     ours = [each for each in summaries if each.ours]
     speculative = [each for each in ours if each.name != PLAIN]
     first = next(iter(speculative or ours), None)
+    verdicts = [_all_identical(each) for each in ours if each.compared_groups and circumstances.must_agree]
     return {
         "command": "bench",
         "tokens_per_s": None if first is None else first.tokens_per_s.median,
         "speedup": None if first is None or first.speedup is None else first.speedup.mean,
-        "identical": _identical(ours, circumstances),
+        "identical": all(verdicts) if verdicts else None,
         "differences": list(differences),
         "interrupted": results.interrupted,
         "failures": [failure.describe() for failure in results.failures],
@@ -262,18 +260,14 @@ def bench_record(
     }
 
 
-def _identical(ours: Sequence[Summary], circumstances: Circumstances) -> bool | None:
-    verdicts = [_all_identical(each) for each in ours if each.compared_groups and circumstances.must_agree]
-    return all(verdicts) if verdicts else None
-
-
 def _all_identical(summary: Summary) -> bool | None:
     return summary.identical_groups == summary.compared_groups if summary.compared_groups else None
 
 
 def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str, Any]:
     must_agree = circumstances.must_agree if summary.ours else circumstances.peers_agree
-    reported = must_agree or (summary.ours and circumstances.compares_tokens)
+    reported, ratio = must_agree or (summary.ours and circumstances.compares_tokens), summary.speedup
+    spread = None if ratio is None else {"min": ratio.low, "max": ratio.high, "share_faster": ratio.share_faster}
     return {
         **record_of(summary, *_SUMMARY),
         "note": circumstances.note,
@@ -281,8 +275,8 @@ def _summary_record(summary: Summary, circumstances: Circumstances) -> dict[str,
         **_spread("decode_tokens_per_s", summary.decode_tokens_per_s),
         **_spread("first_token_s", summary.first_token_s),
         "draft_acceptance_rate": None if summary.counters is None else summary.counters.draft_acceptance_rate,
-        "speedup": None if summary.speedup is None else summary.speedup.mean,
-        "speedup_spread": _ratio(summary.speedup),
+        "speedup": None if ratio is None else ratio.mean,
+        "speedup_spread": spread,
         "decode_speedup": None if summary.decode_speedup is None else summary.decode_speedup.mean,
         "identical": _all_identical(summary) if must_agree else None,
         "identical_groups": summary.identical_groups if reported else None,
@@ -298,12 +292,6 @@ def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
     if spread is None:
         return {name: None, f"{name}_quartiles": None}
     return {name: spread.median, f"{name}_quartiles": [spread.low, spread.high]}
-
-
-def _ratio(ratio: Ratio | None) -> dict[str, float] | None:
-    if ratio is None:
-        return None
-    return {"min": ratio.low, "max": ratio.high, "share_faster": ratio.share_faster}
 
 
 _ROWS, _RECORD, _REPORT = "rows.jsonl", "record.json", "report.md"

@@ -6,6 +6,7 @@ The time of decoding is compared by part with cost curves that were measured bef
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ class CurveCosts:
     def __init__(self, target: TargetCost, drafting: Mapping[str, DraftCost] | None = None) -> None:
         self._target = target
         self._drafting = dict(drafting or {})
-        self._of_nodes: dict[tuple[str, int], float] = {}
+        self._of_nodes = functools.cache(lambda name, nodes: self._drafting[name].of_nodes(nodes))
 
     def forward_s(self, rows: int, contexts: Sequence[int]) -> float:
         return self._target(rows, contexts)
@@ -44,25 +45,18 @@ class CurveCosts:
         if levels is not None:
             return self._drafting[name](levels)
         nodes = [share.nodes for request in step.requests for share in request.shares if share.drafter == name]
-        each = -(-sum(nodes) // max(1, len(nodes)))
-        if (name, each) not in self._of_nodes:
-            self._of_nodes[name, each] = self._drafting[name].of_nodes(each)
-        return self._of_nodes[name, each]
+        return self._of_nodes(name, -(-sum(nodes) // max(1, len(nodes))))
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Sums over the settled decoding steps (without a part of a prompt), in seconds.
-
-    Attributes:
-        decode_s: wall time of decoding, including the time between steps, without steps that were not settled.
-    """
+    """Sums over the settled decoding steps (without a part of a prompt), in seconds."""
 
     steps: int = 0
     requests: int = 0  # requests summed over steps: their target calls
     rows: int = 0
     nodes: int = 0
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # wall time of decoding, including that between steps, without steps that were not settled
     draft_s: float = 0.0
     target_s: float = 0.0
     verify_s: float = 0.0
@@ -92,9 +86,8 @@ class Shares:
 
 
 def known_share(share: float | None) -> float | None:
-    """A share of time or of memory bandwidth; None above 1, which no run can reach.
-
-    The reference was then of another speed of the machine, or the weights were in the processor's caches.
+    """A share of time or of memory bandwidth; None above 1, which no run can reach: its reference was of another speed
+    of the machine, or the weights were in the processor's caches.
     """
     return None if share is None or share > 1.0 + _ROUNDING else share
 
@@ -104,15 +97,11 @@ def break_down(steps: Sequence[StepRecord], total_s: float, costs: CurveCosts | 
     decoding = [step for step in steps if step.settled and not step.prefill]
     unsettled = [step for step in steps if not step.settled and not step.prefill]
     unsettled_s = sum(step.total_s for step in unsettled)
-    curves = (
-        {}
-        if costs is None
-        else {
-            "forward_curve_s": sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
-            "plain_curve_s": sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
-            "drafting_curve_s": sum(costs.drafting_s(step) for step in decoding if step.nodes),
-        }
-    )
+    curves = {} if costs is None else {
+        "forward_curve_s": sum(costs.forward_s(step.rows, step.contexts) for step in decoding),
+        "plain_curve_s": sum(costs.forward_s(len(step.requests), step.contexts) for step in decoding),
+        "drafting_curve_s": sum(costs.drafting_s(step) for step in decoding if step.nodes),
+    }  # fmt: skip
     return Breakdown(
         steps=len(decoding),
         requests=sum(len(step.requests) for step in decoding),
@@ -280,14 +269,11 @@ def run_all(
     keep: Callable[[Row], None] = lambda row: None,
     progress: Progress = unwatched,
 ) -> Results:
-    """Let all systems answer all groups, `runs` times each: A B C, then B C A, and so on.
+    """Let all systems answer all groups, of at least one, `runs` times each: A B C, then B C A, and so on.
 
     The first system changes from group to group, so that none always runs with the caches and clocks that another left.
-    Ctrl-C ends the run; finished rows are kept.
-
-    Args:
-        groups: at least one; answers are cut where prompt and answer fill the target's context.
-        progress: called with the number of finished answers and the name of the next system.
+    Answers are cut where prompt and answer fill the target's context. Ctrl-C ends the run; finished rows are kept.
+    `progress` is called with the number of finished answers and the name of the next system.
     """
     results = Results()
     rounds = [(run, number, group) for run in range(runs) for number, group in enumerate(groups)]

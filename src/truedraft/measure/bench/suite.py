@@ -41,13 +41,9 @@ def generate_systems(
 ) -> tuple[list[System], str]:
     """Plain generation; with one prompt at a time also prompt lookup and, with a draft, assisted generation.
 
-    Returns:
-        The systems, and a sentence on systems left out; "" where there are none.
-
-    Raises ModelError if a model cannot be loaded a second time.
+    Also a sentence on systems left out, "" where there are none. Raises ModelError if a model cannot be loaded again.
     """
     model = load_stock(loaded.model, target, loaded.pad_to)
-
     ways, left_out = {"transformers": Way()}, ""
     if batch > 1:
         left_out = (
@@ -150,7 +146,7 @@ class OurEngine(System):
             first_token_s=tuple(answer.timing.first_token_s for answer in answers),
             prefill_s=sum(step.total_s for step in steps if step.prefill),
             forwards=len(decoding),
-            draft_forwards=sum(self._draft_forwards(step) for step in decoding),
+            draft_forwards=sum(map(self._draft_forwards, decoding)),
             context_tokens=sum(sum(step.contexts) for step in decoding),
             target_calls=counters.target_calls,
             mean_acceptance_length=counters.mean_acceptance_length,
@@ -226,11 +222,9 @@ def load_suite(
 ) -> Suite:
     """Load the target once for our engines, and once more for each peer.
 
-    Args:
-        drafters: as typed; "none" adds nothing to plain decoding, which is always measured.
-        drafters_dir: further folders for "auto", and for kinds without a path.
-
-    Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
+    The drafter "none" adds nothing to plain decoding, which is always measured; `drafters_dir` are further folders for
+    "auto", and for kinds without a path. Raises TruedraftError if something does not exist, cannot be loaded, or does
+    not fit.
     """
     lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, **model.of_target, **machine.of_models)

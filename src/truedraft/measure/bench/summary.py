@@ -9,7 +9,7 @@ import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from truedraft.core.params import SamplingParams
 from truedraft.core.rank_tree import RankTree
@@ -61,12 +61,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of one system.
-
-    Attributes:
-        predicted_speedup: from acceptance and cost curves: the geometric mean over groups; None without curves.
-        mbu: fraction of memory bandwidth used in decoding; None where unknown, or above 1, as with weights in caches.
-    """
+    """The results of one system."""
 
     name: str
     ours: bool
@@ -80,10 +75,10 @@ class Summary:
     counters: Counters | None  # None for a peer, as are `shares` and `decisions`
     speedup: Ratio | None  # over plain decoding; None without plain rows to pair with
     decode_speedup: Ratio | None
-    predicted_speedup: float | None
+    predicted_speedup: float | None  # from acceptance and cost curves, the geometric mean over groups
     measured_over_predicted: float | None  # the geometric mean over groups that have both
     shares: Shares | None
-    mbu: float | None
+    mbu: float | None  # used share of memory bandwidth in decoding; None if above 1, as with weights in caches
     cpu_s_per_1000_tokens: float
     identical_groups: int  # groups with the tokens of plain decoding's first run in all runs
     compared_groups: int
@@ -182,6 +177,7 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
     calls = [row.output.target_calls for row in firsts]
     ratios, decode_ratios = _ratios(groups, plain, _SPEED), _ratios(groups, plain, _DECODE_SPEED)
     predictions = _predictions(groups)
+    over = [ratio / predictions[key] for key, ratio in decode_ratios.items() if key in predictions]
     tokens = sum(row.tokens for row in rows)
     return Summary(
         name=name,
@@ -196,10 +192,8 @@ def _summary(name: str, ours: bool, groups: Groups, plain: Groups, memory: Memor
         counters=counters,
         speedup=Ratio.of(list(ratios.values())) if ratios else None,
         decode_speedup=Ratio.of(list(decode_ratios.values())) if decode_ratios else None,
-        predicted_speedup=_geometric_mean(list(predictions.values())),
-        measured_over_predicted=_geometric_mean(
-            [ratio / predictions[key] for key, ratio in decode_ratios.items() if key in predictions]
-        ),
+        predicted_speedup=statistics.geometric_mean(predictions.values()) if predictions else None,
+        measured_over_predicted=statistics.geometric_mean(over) if over else None,
         shares=None if breakdown is None else shares(breakdown),
         mbu=None if memory is None else _bandwidth_used(rows, memory),
         cpu_s_per_1000_tokens=sum(row.cpu_s for row in rows) / tokens * _KILO if tokens else 0.0,
@@ -246,10 +240,6 @@ def _predictions(groups: Groups) -> ByGroup:
     return found
 
 
-def _geometric_mean(values: Sequence[float]) -> float | None:
-    return statistics.geometric_mean(values) if values else None
-
-
 def _mean_acceptance_length(counters: Counters | None, firsts: Sequence[Row]) -> float | None:
     if counters is not None:
         return counters.mean_acceptance_length
@@ -268,8 +258,7 @@ def _bandwidth_used(rows: Sequence[Row], memory: Memory) -> float | None:
     return known_share(read / seconds / memory.bandwidth)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTrees:
+class ChosenTrees(NamedTuple):
     """Trees that are chosen at each step, with the tokens per target call predicted by replay, if there was one."""
 
     nodes: int

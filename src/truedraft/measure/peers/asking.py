@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from truedraft.core.params import SamplingParams
 from truedraft.errors import ChangedOptionsError, DataError, PeerError
@@ -62,25 +62,29 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """Properties of an engine.
-
-    Attributes:
-        takes: names of `SamplingParams` that it supports; a question with others is refused.
-    """
+    """Properties of an engine."""
 
     name: str
     version: str = ""
     filters: tuple[str, ...] = FILTERS  # those of `FILTERS` that it supports, in its order
-    takes: Collection[str] = ("max_tokens", "temperature", "top_p", "seed", "stop")
+    takes: Collection[str] = ("max_tokens", "temperature", "top_p", "seed", "stop")  # of `SamplingParams`, no others
     gives_ids: bool = False
     logprobs: str = ""  # "raw" for the model's own, "processed" after temperature and filters, "" for none
     more: Mapping[str, Any] = field(default_factory=dict)  # further values for reports, such as its command
 
 
 class Peer(ABC):
-    """An engine that answers questions."""
+    """An engine that answers questions; `with` closes what it holds open."""
 
     facts: PeerFacts
+
+    def close(self) -> None: ...  # noqa: B027 - most hold nothing
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     @abstractmethod
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
@@ -104,14 +108,8 @@ _HEAD = "truedraft_transcript"
 class Recorded(Peer):
     """A peer that records its answers. Only one process may write to the file at a time.
 
-    Errors are not recorded, so the next run sends these questions again.
-
-    Attributes:
-        kept: answers in the file when it was opened.
-        asked: questions sent to the peer since.
-
-    Raises ChangedOptionsError for a file of another engine, model or options, DataError if it is none or cannot be
-    used.
+    Errors are not recorded, so the next run sends these questions again. Raises ChangedOptionsError for a file of
+    another engine, model or options, DataError if it is none or cannot be used.
     """
 
     def __init__(self, peer: Peer, file: Path, about: Mapping[str, Any] | None = None) -> None:
@@ -129,14 +127,8 @@ class Recorded(Peer):
                 self._write(head)
         except OSError as error:
             raise DataError(f"the transcript {str(file)!r} cannot be used ({error.strerror or error})") from error
-        self.kept = len(self._replies)
-        self.asked = 0
-
-    def __enter__(self) -> Recorded:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self.kept = len(self._replies)  # answers in the file when it was opened
+        self.asked = 0  # questions sent to the peer since
 
     def close(self) -> None:
         self._out.close()

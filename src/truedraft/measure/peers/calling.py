@@ -59,15 +59,8 @@ class Patience:
 class Caller:
     """Sends JSON requests to one server; safe to share between threads.
 
-    Args:
-        url: with or without /v1.
-        tell: called once with a sentence when the server is busy.
-        follows: whether to follow redirects. The key is not sent to another host, nor to http after https.
-        key_from: where a key is configured, for messages.
-
-    Attributes:
-        url: without /v1, user name and password.
-
+    `tell` is called once with a sentence when the server is busy; `key_from` says in messages where a key is
+    configured. With `follows` redirects are followed, but the key is not sent to another host, nor to http after https.
     Raises OptionError if the address or the key cannot be used.
     """
 
@@ -85,14 +78,13 @@ class Caller:
     ) -> None:
         import httpx2
 
-        self._root = _root(url)
+        self._root = _root(url)  # without /v1
         self.url = str(self._root.copy_with(username=None, password=None)).rstrip("/")
         self._has_key = api_key is not None
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key):
             raise OptionError(
                 "holds what no HTTP header can: a key is printable ASCII without spaces around it", field="api_key"
             )
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout_s = timeout_s
         self._key_from = key_from
         self._patience = patience or Patience()
@@ -101,14 +93,12 @@ class Caller:
         self._guard = threading.Lock()
         self._free_at = -float("inf")  # when the next request may be sent
         self._notified = False
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        here = self._root.host in ("localhost", "127.0.0.1", "::1")  # proxies do not apply
         self._client = httpx2.Client(
-            headers=headers,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECTING_S)),
-            limits=limits,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             transport=transport,
-            trust_env=not here,
+            trust_env=self._root.host not in ("localhost", "127.0.0.1", "::1"),  # where proxies do not apply
             follow_redirects=follows,
         )
 
@@ -124,17 +114,11 @@ class Caller:
         return found.body.decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any], over: threading.Event | None = None) -> Mapping[str, Any]:
-        """Send JSON and return the JSON of the answer; setting `over` cancels further attempts.
-
-        Raises PeerError if there is no answer.
-        """
+        """Send JSON and return the JSON of the answer, or raise PeerError; setting `over` cancels further attempts."""
         return self._json(self._answered("POST", path, body, over), path)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[Mapping[str, Any]]:
-        """Send JSON and yield the JSON of each event of the answer's stream, up to [DONE].
-
-        Raises PeerError if there is no stream, or it ends before [DONE].
-        """
+        """Send JSON and yield the JSON of each event of the answer's stream; PeerError if it ends before [DONE]."""
         try:
             with self._opened("POST", path, body) as response:
                 if not 200 <= response.status_code < 300:
@@ -162,12 +146,10 @@ class Caller:
             if name == b"data":
                 data.append(value.removeprefix(b" "))
             elif name not in _FIELDS:
-                kind = response.headers.get("content-type", "no type")
                 answer = _Answer(response.status_code, response.headers, line)
                 said = answer.said or repr(line[:_QUOTED].decode(errors="replace"))
-                raise PeerError(
-                    f"{self.url}{path} answered no stream of events but {kind} ({said}); is this the address of an API?"
-                )
+                wrong = f"no stream of events but {answer.kind} ({said})"
+                raise PeerError(f"{self.url}{path} answered {wrong}; is this the address of an API?")
             if data and (not line or data == [b"[DONE]"]):
                 yield b"\n".join(data)
                 data = []
@@ -190,9 +172,8 @@ class Caller:
             except _ClosedError:
                 closed += 1
                 if closed > self._patience.retries:
-                    raise PeerError(
-                        f"{self.url} closed the connection in the middle of an answer {closed} times; see its log"
-                    ) from None
+                    how = f"closed the connection in the middle of an answer {closed} times"
+                    raise PeerError(f"{self.url} {how}; see its log") from None
                 self._clock.sleep(self._patience.wait_s(closed - 1))
                 continue
             if found.status not in _BUSY:
@@ -201,19 +182,17 @@ class Caller:
             at_once = retry_s == 0.0 and attempt >= self._patience.retries  # after repeated zero waits, the usual ones
             wait_s = self._patience.wait_s(attempt) if retry_s is None or at_once else retry_s
             attempt += 1
+            busy = f"{found.status} {_BUSY[found.status]}"
             if waited + wait_s > self._patience.total_s:
                 raise PeerError(
-                    f"{self.url} is busy ({found.status} {_BUSY[found.status]}) and would be waited for "
-                    f"{waited + wait_s:.0f} s, of at most {self._patience.total_s:.0f} s; try later, or send fewer"
+                    f"{self.url} is busy ({busy}) and would be waited for {waited + wait_s:.0f} s, of at most "
+                    f"{self._patience.total_s:.0f} s; try later, or send fewer"
                 )
-            self._hold(wait_s, found.status)
-
-    def _hold(self, wait_s: float, status: int) -> None:
-        with self._guard:
-            self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
-            notified, self._notified = self._notified, True
-        if not notified:
-            self._notify(f"{self.url} is busy ({status} {_BUSY[status]}); it is asked again when it says so")
+            with self._guard:
+                self._free_at = max(self._free_at, self._clock.monotonic() + wait_s)
+                notified, self._notified = self._notified, True
+            if not notified:
+                self._notify(f"{self.url} is busy ({busy}); it is asked again when it says so")
 
     def _until_free(self, over: threading.Event | None) -> float:
         began = now = self._clock.monotonic()
@@ -231,10 +210,8 @@ class Caller:
         url = self._root.copy_with(path=self._root.path.rstrip("/") + path)
         try:
             with self._client.stream(method, url, json=body) as response:
-                if response.request.method == method:
-                    yield response
-                else:  # a redirect changed the method
-                    yield response.history[-1]
+                redirected = response.request.method != method  # so this is no answer to it
+                yield response.history[-1] if redirected else response
         except (httpx2.ConnectTimeout, httpx2.ConnectError) as error:
             target = error.request.url
             at = self.url if target.netloc == self._root.netloc else f"{target.scheme}://{target.netloc.decode()}"
@@ -286,8 +263,7 @@ class Caller:
         elif found.is_error:
             words = f"{self.url} answered an error{said}"
         elif not isinstance(found.content, Mapping):
-            kind = found.headers.get("content-type", "no type")
-            words = f"{self.url}{path} answered no JSON object but {kind}{said}; is this the address of an API?"
+            words = f"{self.url}{path} answered no JSON object but {found.kind}{said}; is this the address of an API?"
         else:
             return found.content
         raise PeerError(words, status=found.status)
@@ -307,6 +283,10 @@ class _Answer:
             self.content = json.loads(body)
         except (ValueError, RecursionError):
             self.content = None
+
+    @property
+    def kind(self) -> str:
+        return self.headers.get("content-type", "no type")
 
     @property
     def is_error(self) -> bool:

@@ -14,7 +14,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from truedraft.core.params import SamplingParams
@@ -42,16 +41,12 @@ _OPEN_MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A kind of server.
-
-    Attributes:
-        read: reads an answer; raises a built-in exception if that has another form, ValueError with a sentence.
-    """
+    """A kind of server."""
 
     facts: PeerFacts  # with their default for logprobs
     path: str
     fields: Callable[[SamplingParams], dict[str, Any]]  # maps parameters to the fields of a request
-    read: Callable[[Mapping[str, Any]], ReceivedAnswer]
+    read: Callable[[Mapping[str, Any]], ReceivedAnswer]  # a built-in exception refuses another form of answer
     takes_ids: bool = True  # whether a prompt may be ids
     most_seed: int = (1 << 63) - 1
     least_temperature: float = 0.0  # the lowest above 0; the server raises lower ones to it
@@ -64,28 +59,18 @@ def _openai_fields(params: SamplingParams) -> dict[str, Any]:
         "max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p,
         "logprobs": params.logprobs or 1,
     }  # fmt: skip
-    if params.seed is not None:
-        found["seed"] = params.seed
-    if params.stop:
-        found["stop"] = list(params.stop)
-    for name in ("presence_penalty", "frequency_penalty"):
-        if value := getattr(params, name):
-            found[name] = value
-    if params.logit_bias:
-        found["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
-    return found
+    penalties = {"presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty}
+    biases = {str(token): bias for token, bias in params.logit_bias}
+    found |= {} if params.seed is None else {"seed": params.seed}
+    return found | {name: n for name, n in {"stop": list(params.stop), **penalties, "logit_bias": biases}.items() if n}
 
 
 def _open_model_fields(params: SamplingParams) -> dict[str, Any]:
     """Fields of servers of open models; all are sent, so that the generation configuration has no effect."""
     found = _openai_fields(params) | {name: getattr(params, name) for name in _SENT_AS_THEY_ARE}
     found |= {"return_token_ids": True, "logprobs": params.logprobs}
-    if params.logprobs is None:
-        del found["logprobs"]
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if value := getattr(params, name):
-            found[name] = list(value)
-    return found
+    found |= {name: list(ids) for name in ("stop_token_ids", "allowed_token_ids") if (ids := getattr(params, name))}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _llama_cpp_fields(params: SamplingParams) -> dict[str, Any]:
@@ -163,14 +148,14 @@ def _read_logprobs(found: Mapping[str, Any] | None) -> _Logprobs:
 def _read_entries(found: Sequence[Mapping[str, Any]] | None) -> _Logprobs:
     if found is None:
         return None, None, None
-    names = tuple(map(_entry_name, found))
+
+    def name(entry: Mapping[str, Any]) -> str | int:
+        return _id(entry["id"]) if "id" in entry else _name(entry["token"])
+
+    names = tuple(map(name, found))
     values = [each.get("logprob") for each in found]
-    top = tuple({_entry_name(one): float(one["logprob"]) for one in each.get("top_logprobs") or ()} for each in found)
+    top = tuple({name(one): float(one["logprob"]) for one in each.get("top_logprobs") or ()} for each in found)
     return names, None if None in values else tuple(float(value) for value in values if value is not None), top
-
-
-def _entry_name(entry: Mapping[str, Any]) -> str | int:
-    return _id(entry["id"]) if "id" in entry else _name(entry["token"])
 
 
 def _name(name: str) -> str | int:
@@ -241,7 +226,7 @@ _NOISE = 0.1  # share of a log probability that rounding may change from one ans
 
 
 class Endpoint(Peer):
-    """An engine over HTTP; `names` are further model names that its answers may have, `version` is "" if unknown."""
+    """An engine over HTTP; `names` are further model names that its answers may have."""
 
     def __init__(
         self,
@@ -278,14 +263,9 @@ class Endpoint(Peer):
     ) -> Endpoint:
         """Connect to a server and find out what kind it is.
 
-        Args:
-            model: its name on the server; None is the first model that it serves.
-            vocab_size: of the model, where that is padded; None is the tokenizer's.
-            eos_token_ids: None is the tokenizer's.
-            tell: called with sentences about what was found.
-
-        Raises OptionError if address or key cannot be used, PeerError if no such server answers, or none with the
-        model.
+        `model` is its name on the server, by default the first that it serves; `vocab_size` is of a padded model, by
+        default the tokenizer's, as are `eos_token_ids`. `tell` is called with sentences about what was found. Raises
+        OptionError if address or key cannot be used, PeerError if no such server answers, or none with the model.
         """
         caller = Caller(url, api_key=api_key, timeout_s=timeout_s, patience=patience, tell=tell, transport=transport)
         try:
@@ -300,12 +280,6 @@ class Endpoint(Peer):
         except BaseException:
             caller.close()
             raise
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         self._caller.close()

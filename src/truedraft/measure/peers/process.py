@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import operator
@@ -48,11 +47,8 @@ class ProcessPeer(Peer):
 
     It is called with the token ids of a prompt, a list, and with those of `max_tokens`, `temperature`, `top_p`,
     `top_k`, `min_p`, `seed` and `stop` that its signature names; it returns the new token ids, without padding. Without
-    a parameter `max_tokens`, its result is cut there. An exception that it raises is the error of that question.
-
-    Args:
-        vocab_size: exclusive upper limit of ids; None checks nothing.
-        eos_token_ids: that end an answer; the function may return or omit them.
+    a parameter `max_tokens`, its result is cut there, and the id that ended an answer is left out. An exception that it
+    raises is the error of that question, as are ids of `vocab_size` and above.
     """
 
     def __init__(
@@ -117,12 +113,13 @@ def _ids(name: str, found: Any) -> tuple[int, ...]:
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple):
         raise PeerError(f"{name} must return a list of token ids, got {repr(found)[:80]}")
-    return tuple(_id(name, each) for each in values)
-
-
-def _id(name: str, found: Any) -> int:
-    if not isinstance(found, bool) and "bool" not in str(getattr(found, "dtype", "")):
-        # A value that is no integer raises TypeError; a tensor of several numbers raises other errors by version.
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            return operator.index(found)
-    raise PeerError(f"{name} must return a list of token ids, which are whole numbers, got {repr(found)[:80]} in it")
+    ids = []
+    for each in values:
+        try:
+            if isinstance(each, bool) or "bool" in str(getattr(each, "dtype", "")):
+                raise TypeError("a truth value is no id")
+            ids.append(operator.index(each))  # a tensor of several numbers raises various errors
+        except (TypeError, ValueError, RuntimeError):
+            wanted = "must return a list of token ids, which are whole numbers"
+            raise PeerError(f"{name} {wanted}, got {repr(each)[:80]} in it") from None
+    return tuple(ids)

@@ -37,12 +37,9 @@ class ReceivedAnswer:
 
 
 class Recovery:
-    """Converts answers to replies, with the tokenizer of the model that scores them.
+    """Converts answers to replies, with the tokenizer of the model that scores them; None where there are only ids.
 
-    Args:
-        tokenizer: None where only ids are available.
-        vocab_size: exclusive upper limit of ids; None is the tokenizer's.
-        eos_token_ids: that end an answer; None is the tokenizer's.
+    By default the number of ids, and those that end an answer, are the tokenizer's.
     """
 
     def __init__(
@@ -119,15 +116,11 @@ class Recovery:
                 )
             return answer.token_ids, ""
         if answer.names is not None:
-            named = self._named(answer.names)
-            if named is not None and (answer.text is None or self._says(named, answer, question)):
+            named = tuple(token for name in answer.names if (token := self._id(name)) is not None)
+            self.check_ids(named)
+            if len(named) == len(answer.names) and self._says(named, answer, question):
                 return named, ""
         return self._encoded(answer, question), _BY_TEXT
-
-    def _named(self, names: Sequence[str | int]) -> tuple[int, ...] | None:
-        ids = tuple(token for name in names if (token := self._id(name)) is not None)
-        self.check_ids(ids)
-        return ids if len(ids) == len(names) else None
 
     def _id(self, name: str | int) -> int | None:
         return name if isinstance(name, int) else self._ids_by_name.get(name)

@@ -98,11 +98,9 @@ def universal_way(
 
 
 class Generate(Peer):
-    """`generate` as a peer.
+    """`generate` as a peer, with at most `together` questions without seeds in one call; they are left-padded.
 
-    Args:
-        together: most questions without seeds in one call; they are left-padded.
-        seed: of calls for questions without seeds, so that a run can be repeated.
+    `seed` is of these calls, so that a run can be repeated.
     """
 
     def __init__(
@@ -121,17 +119,19 @@ class Generate(Peer):
         self._seed = seed
         self._calls = 0
         # One object for all calls: with the heuristic schedule, generate keeps its state in it.
-        self._schedule = None if self.way.setting is None else _schedule_of(self.way.setting)
-        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
-        self.facts = PeerFacts(
-            "transformers",
-            transformers.__version__,
-            FILTERS,
-            takes,
-            gives_ids=True,
-            logprobs="raw",
-            more={"way": self.way.name, "together": self._together},
+        self._schedule = (
+            None
+            if (setting := self.way.setting) is None
+            else GenerationConfig(
+                num_assistant_tokens=setting.tokens,
+                num_assistant_tokens_schedule=setting.schedule,
+                assistant_confidence_threshold=setting.confidence,
+            )
         )
+        takes = _TAKES if self._together == 1 else tuple(name for name in _TAKES if name != "seed")
+        more = {"way": self.way.name, "together": self._together}
+        version = transformers.__version__
+        self.facts = PeerFacts("transformers", version, FILTERS, takes, gives_ids=True, logprobs="raw", more=more)
 
     def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
         alike: dict[SamplingParams, list[int]] = {}
@@ -161,7 +161,9 @@ class Generate(Peer):
 
         Raises PeerError if it failed.
         """
-        ids, mask = _left_padded(prompts, self.model.device)
+        texts = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        masks = [torch.ones_like(text) for text in texts]
+        ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
         self.model.generation_config = self._configuration(params)
         extra = dict(self.way.options)
         assistant = (None if params.greedy else self.way.sampling_assistant) or self.way.assistant
@@ -227,24 +229,9 @@ class _Streamer(BaseStreamer):
     def end(self) -> None: ...
 
 
-def _schedule_of(setting: AssistedSetting) -> GenerationConfig:
-    return GenerationConfig(
-        num_assistant_tokens=setting.tokens,
-        num_assistant_tokens_schedule=setting.schedule,
-        assistant_confidence_threshold=setting.confidence,
-    )
-
-
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng():
         if seed is not None:
             torch.manual_seed(seed % (1 << 63))
         yield
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    texts = [torch.tensor(prompt, device=device) for prompt in prompts]
-    masks = [torch.ones_like(text) for text in texts]
-    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (texts, masks))
-    return ids, mask
