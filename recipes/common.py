@@ -58,9 +58,7 @@ def say(message: str) -> None:
     print(time.strftime("%H:%M:%S"), message, flush=True)
 
 
-def run_loop(
-    loop: TrainingLoop, name: str, *, until: int | None = None, every: int = 20, say: Callable[[str], None] = say
-) -> None:
+def run_loop(loop: TrainingLoop, name: str, *, until: int | None, every: int) -> None:
     last = loop.total_steps if until is None else until
     say(f"{name}: training to step {last} of {loop.total_steps}")
 

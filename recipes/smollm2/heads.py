@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,20 @@ PROBED_STEPS = 30
 TEXTS = "texts.npz"
 _READ = 64  # texts that are read together
 _IDS = {"draft_vocab": 16_384}  # 96 in 100 tokens at temperature 1; 8,192 are 92
-KINDS: dict[str, tuple[str, tuple[float, ...], dict[str, Any]]] = {
-    "medusa": ("medusa", (0.01,), {}),
-    "redrafter": ("redrafter", (0.01,), {}),
-    "eagle-all": ("eagle", (0.01,), {"draft_vocab": 0}),
-    "eagle": ("eagle", (0.01,), _IDS),
-    "eagle-lk": ("eagle", (0.01,), {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
-    "p-eagle": ("p-eagle", (0.01,), {"draft_vocab": 0}),
-    "dflash": ("dflash", (0.01,), _IDS),
-    "dflash-all": ("dflash", (0.01,), {"draft_vocab": 0}),
-    "dflash2": ("dflash2", (0.01,), {}),
-    "dspark": ("dspark", (0.01,), _IDS),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "redrafter": ("redrafter", {}),
+    "eagle-all": ("eagle", {"draft_vocab": 0}),
+    "eagle": ("eagle", _IDS),
+    "eagle-lk": ("eagle", {"loss": "lk-adaptive", "by_acceptance": True, **_IDS}),
+    "p-eagle": ("p-eagle", {"draft_vocab": 0}),
+    "dflash": ("dflash", _IDS),
+    "dflash-all": ("dflash", {"draft_vocab": 0}),
+    "dflash2": ("dflash2", {}),
+    "dspark": ("dspark", _IDS),
 }
-"""The kind of drafter, the rates that are tried before its training, and other options."""
+"""The kind of drafter, and options of its training."""
+_RATE = 0.01
 _READ_ALONE = frozenset({"medusa", "redrafter"})  # learn from kept vectors; the others let the target read its answers
 
 
@@ -79,9 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
     parser.add_argument("--positions-per-step", type=int, default=4096)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
-    parser.add_argument(
-        "--positions", type=int, help="that each kind sees, without trying rates, in place of what there is time for"
-    )
+    parser.add_argument("--positions", type=int, help="that each kind sees, in place of what there is time for")
     parser.add_argument("--epochs", type=float, default=6.0, help="the most passes over the answers")
     return command(parser, _all, arguments)
 
@@ -97,15 +96,15 @@ def _all(options: argparse.Namespace) -> None:
     chains.load_model = lambda *_, **__: target  # type: ignore[assignment, return-value]  # in place of the packed forward
     jobs = []
     for kind in options.kinds:
-        word, rates, others = KINDS[kind]
+        word, others = KINDS[kind]
         config: HeadTrainingConfig = dotted(kinds.KINDS[word].training)(
             seed=SEED,
             device=options.device,
             positions_per_step=options.positions_per_step,
-            learning_rate=rates[0],
+            learning_rate=_RATE,
             **others,
         )
-        jobs.append(_Job(kind, config, rates, lm_head, (train, tree), fingerprint))
+        jobs.append(_Job(kind, config, lm_head, (train, tree), fingerprint))
     positions = options.positions
     if positions is None:
         jobs = [job for job in jobs if _tried(job.probe)]
@@ -127,43 +126,31 @@ def _tried(work: Any) -> bool:
     return True
 
 
+@dataclass
 class _Job:
-    def __init__(
-        self,
-        kind: str,
-        config: HeadTrainingConfig,
-        rates: Sequence[float],
-        lm_head: LmHead,
-        texts: tuple[SelfDistillationData, SelfDistillationData],
-        fingerprint: str,
-    ) -> None:
-        self.kind, self._config, self._rates = kind, config, rates
-        self._lm_head, self._texts, self._fingerprint = lm_head, texts, fingerprint
-        self.position_s = 0.0
+    kind: str
+    config: HeadTrainingConfig
+    lm_head: LmHead
+    texts: tuple[SelfDistillationData, SelfDistillationData]
+    fingerprint: str
+    position_s: float = 0.0
 
     def loop(self, config: HeadTrainingConfig, folder: Path) -> TrainingLoop:
-        head = config.new_head(self._lm_head)
-        return config.loop(
-            head, self._lm_head, "", self._texts, self._fingerprint, folder, lambda what, done, total: None
-        )
+        head = config.new_head(self.lm_head)
+        return config.loop(head, self.lm_head, "", self.texts, self.fingerprint, folder, lambda what, done, total: None)
 
     def probe(self) -> None:
-        """Choose the rate by short trainings, and measure how long a position takes."""
-        found = {}
-        for rate in self._rates:
-            losses: list[float] = []
-            config = replace(self._config, steps=PROBED_STEPS, learning_rate=rate, evaluate_every=1 << 30)
-            with tempfile.TemporaryDirectory() as folder:
-                loop = self.loop(config, Path(folder))
-                done = loop.run(on_step=lambda record, losses=losses: losses.append(record.values["loss"]))  # type: ignore[misc]
-            self.position_s = done.elapsed_s / done.tokens
-            found[rate] = float(np.mean(losses[-20:]))
-            say(f"{self.kind}: rate {rate:g}, loss {found[rate]:.4f}, {1 / self.position_s:,.0f} positions/s")
-        self._config = replace(self._config, learning_rate=min(found, key=lambda rate: found[rate]))
+        """Measure how long a position takes, by a short training."""
+        losses: list[float] = []
+        config = replace(self.config, steps=PROBED_STEPS, evaluate_every=1 << 30)
+        with tempfile.TemporaryDirectory() as folder:
+            done = self.loop(config, Path(folder)).run(on_step=lambda record: losses.append(record.values["loss"]))
+        self.position_s = done.elapsed_s / done.tokens
+        say(f"{self.kind}: loss {np.mean(losses[-20:]):.4f}, {1 / self.position_s:,.0f} positions/s")
 
     def train(self, positions: int, folder: Path, name: str) -> None:
-        per_step = self.loop(replace(self._config, steps=1), folder / "sizes").phases[0].tokens_per_step
-        config = replace(self._config, steps=max(1, positions // per_step), evaluate_every=200)
+        per_step = self.loop(replace(self.config, steps=1), folder / "sizes").phases[0].tokens_per_step
+        config = replace(self.config, steps=max(1, positions // per_step), evaluate_every=200)
         loop = self.loop(config, folder / "work")
         head: Any = loop.model
 
@@ -174,9 +161,9 @@ class _Job:
 
         done = loop.run(on_step=told)
         facts = {"positions": done.tokens, "steps": done.step, "elapsed_s": done.elapsed_s}
-        facts |= {"written_tokens": len(self._texts[0].tokens), "learning_rate": config.learning_rate}
+        facts |= {"written_tokens": len(self.texts[0].tokens), "learning_rate": config.learning_rate}
         head.eval().requires_grad_(False).to(torch.bfloat16)
-        head.save(folder, HeadRecord(name, self._fingerprint, facts=facts))
+        head.save(folder, HeadRecord(name, self.fingerprint, facts=facts))
         lines = (folder / "work" / LOG).read_text().splitlines()
         (folder / LOG).write_text("\n".join(lines[49::50] + lines[-1:]) + "\n")
         say(f"{self.kind}: {json.dumps(facts)}")

@@ -18,7 +18,6 @@ from typing import Any
 from recipes.common import ROOT, command, say, told
 from recipes.stdlib.publish import LICENSE_NOTE, keep_log
 from recipes.stdlib.sources import load_sources
-from truedraft.drafters.heads.head import Head
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.machine import describe_machine
 from truedraft.training.head_config import HeadTrainingConfig
@@ -32,7 +31,6 @@ from truedraft.training.workspace import WORK
 TARGET = "embedded:target"
 TEXT: dict[str, Any] = {"tokens": 1_000_000, "writing": WritingConfig(temperatures=(0.0, 1.0, 1.0))}
 """How much the target writes, and how; the same for all kinds of heads, so that it writes once."""
-_WEIGHTS = "heads.safetensors"
 
 
 @dataclass(frozen=True)
@@ -82,40 +80,31 @@ class HeadRecipe:
             self.publish(options.out, options.publish, options.results, total_s=total_s, device=options.device)
 
     def publish(self, folder: Path, destination: Path, results: Path, *, total_s: float, device: str) -> None:
-        heads = self.settings(device).head.load(folder)
-        parameters = sum(weight.numel() for weight in heads.parameters())
-        partial = destination.with_name(f".{destination.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name in self.files:
-            shutil.copy(folder / name, partial / name)
-        self._card(heads, parameters, total_s, device).write(partial)
-        shutil.rmtree(destination, ignore_errors=True)
-        partial.replace(destination)
-        size = (destination / _WEIGHTS).stat().st_size
-        record = {"command": self.command, "parameters": parameters, "bytes": size, "total_s": total_s}
-        record |= {"machine": describe_machine(device), **heads.record.facts}
-        results.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        keep_log(folder / WORK / "log.jsonl", self.name)
-
-    def _card(self, heads: Head, parameters: int, total_s: float, device: str) -> Card:
-        facts = heads.record.facts
+        heads, machine = self.settings(device).head.load(folder), describe_machine(device)
+        parameters, facts = sum(weight.numel() for weight in heads.parameters()), heads.record.facts
         rows = training_facts(
             parameters=parameters,
             data=f"{facts['written_tokens']:,} tokens that the target wrote, at temperatures 0 and 1",
             steps=facts["steps"],
             tokens=facts["positions"],
             elapsed_s=facts["elapsed_s"],
-            machine=describe_machine(device),
+            machine=machine,
         )
         rows["from the first prompt to the last measurement"] = f"{total_s / 60:.0f} minutes"
         rows["finished"] = time.strftime("%Y-%m-%d")
-        return Card(
-            title=self.title,
-            summary=self.summary,
-            facts=rows | evaluation_facts(facts["served"]),
-            notes="Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE,
-        )
+        notes = "Acceptance was measured in the engine, on the 32 shipped prompts.\n" + LICENSE_NOTE
+        partial = destination.with_name(f".{destination.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in self.files:
+            shutil.copy(folder / name, partial / name)
+        Card(self.title, self.summary, rows | evaluation_facts(facts["served"]), notes=notes).write(partial)
+        shutil.rmtree(destination, ignore_errors=True)
+        partial.replace(destination)
+        size = (destination / "heads.safetensors").stat().st_size
+        record = {"command": self.command, "parameters": parameters, "bytes": size, "total_s": total_s}
+        results.write_text(json.dumps(record | {"machine": machine, **facts}) + "\n", encoding="utf-8")
+        keep_log(folder / WORK / "log.jsonl", self.name)
 
 
 def share_text(written: Path, folder: Path) -> None:

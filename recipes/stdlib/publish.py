@@ -6,21 +6,18 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from recipes.common import say
 from recipes.stdlib.sources import PYTHON_VERSION
 from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.loading import load_model
 from truedraft.training.drafts import chain_evaluations, record_draft
-from truedraft.training.evaluate import EngineEvaluation, PairReport, evaluate_pair, mean_loss
+from truedraft.training.evaluate import EngineEvaluation, evaluate_pair, mean_loss
 from truedraft.training.report import Card, pair_facts, training_facts
 from truedraft.training.texts.data import read_stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOGS = Path(__file__).parent / "logs"
 LICENSE_NOTE = f"""
@@ -29,34 +26,59 @@ The weights are licensed under Apache-2.0. The training data is the source of th
 command makes the model again, but for the last bits of floating point, which depend on processor and threads.
 A model this small continues Python in the style of the standard library; it knows nothing else.
 """
+_CARDS = {
+    "target": {
+        "title": "truedraft embedded target",
+        "summary": "A small Llama for Python source: the model whose answers speculation makes faster.",
+        "notes": LICENSE_NOTE,
+    },
+    "draft": {
+        "title": "truedraft embedded draft",
+        "summary": "A tiny Llama distilled from the embedded target's distributions, to guess its next tokens.",
+        "notes": "Steps, tokens and time are those of the last distillation, which goes on from an earlier draft.\n"
+        + LICENSE_NOTE,
+    },
+}
 _OF_BOTH = ("held-out tokens", "validation loss (nats per token)")  # which every card has
 _SKIPPED = ("checkpoint.pt*", "log.jsonl", "run.json", "progress.json", "work")
 
 
-def publish(
-    run: Path, target: Path, draft: Path, destination: Path, *, say: Callable[[str], None] = print
-) -> dict[str, float]:
+def publish(run: Path, target: Path, draft: Path, destination: Path) -> dict[str, float]:
     facts = json.loads((run / "data.json").read_text())
-    stream = read_stream(run / "heldout.bin")
-    models = {name: load_causal_lm(folder, dtype=torch.bfloat16) for name, folder in _pair(target, draft)}
+    stream, folders = read_stream(run / "heldout.bin"), {"target": target, "draft": draft}
+    models = {name: load_causal_lm(folder, dtype=torch.bfloat16) for name, folder in folders.items()}
     losses = {name: mean_loss(model, stream)[0] for name, model in models.items()}  # nats per token
     bits_per_byte = len(stream) / facts["held_out_bytes"] / math.log(2)  # of one nat per token
     pair = evaluate_pair(models["target"], models["draft"], stream)
-    for name, folder in _pair(target, draft):
+    for name, folder in folders.items():
         out = destination / f".{name}.partial"
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*_SKIPPED))
-        rows = _facts(folder, facts, models[name].num_parameters())
+        progress = json.loads((folder / "progress.json").read_text())
+        rows = training_facts(
+            parameters=models[name].num_parameters(),
+            data=f"CPython {PYTHON_VERSION} standard library, {facts['train_files']:,} files, "
+            f"{facts['train_tokens']:,} tokens",
+            steps=progress["step"],
+            tokens=progress["tokens"],
+            elapsed_s=progress["elapsed_s"],
+            machine=progress.get("machine") or describe_machine(),
+        )
+        rows["finished"] = progress["finished"]
         rows["validation loss (nats per token)"] = f"{losses[name]:.4f}"
         rows["bits per byte"] = f"{losses[name] * bits_per_byte:.4f}"
         rows["held-out data"] = f"{facts['held_out_files']} files, {pair.tokens:,} tokens"
-        _card(name, rows, pair).write(out)
         if name == "draft":
+            rows |= {row: value for row, value in pair_facts(pair).items() if row not in _OF_BOTH}
             prompts = run / "heldout_prompts.jsonl"
             record_draft(out, "embedded:target", models["target"], pair, served(target, draft, prompts))
+        Card(facts=rows, **_CARDS[name]).write(out)
         shutil.rmtree(destination / name, ignore_errors=True)
         out.replace(destination / name)
-        _copy_log(folder, name)
+        for log in (folder / "log.jsonl", folder / "work" / "log.jsonl"):
+            if log.exists():
+                keep_log(log, name)
+                break
     shutil.copy(run / "heldout_prompts.jsonl", destination / "heldout_prompts.jsonl")
     result = {
         "target_validation_loss": losses["target"],
@@ -74,46 +96,6 @@ def served(target: Path, draft: Path, prompts: Path) -> list[EngineEvaluation]:
     assert model.tokenizer is not None
     texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()]
     return chain_evaluations(model, load_model(draft), [model.tokenizer.encode(text) for text in texts])
-
-
-def _pair(target: Path, draft: Path) -> tuple[tuple[str, Path], tuple[str, Path]]:
-    return ("target", target), ("draft", draft)
-
-
-def _facts(folder: Path, facts: dict[str, Any], parameters: int) -> dict[str, str]:
-    progress = json.loads((folder / "progress.json").read_text())
-    return training_facts(
-        parameters=parameters,
-        data=f"CPython {PYTHON_VERSION} standard library, {facts['train_files']:,} files, "
-        f"{facts['train_tokens']:,} tokens",
-        steps=progress["step"],
-        tokens=progress["tokens"],
-        elapsed_s=progress["elapsed_s"],
-        machine=progress.get("machine") or describe_machine(),
-    ) | {"finished": progress["finished"]}
-
-
-def _card(name: str, rows: dict[str, str], pair: PairReport) -> Card:
-    if name == "target":
-        return Card(
-            title="truedraft embedded target",
-            summary="A small Llama for Python source: the model whose answers speculation makes faster.",
-            facts=rows,
-            notes=LICENSE_NOTE,
-        )
-    return Card(
-        title="truedraft embedded draft",
-        summary="A tiny Llama distilled from the embedded target's distributions, to guess its next tokens.",
-        facts=rows | {name: value for name, value in pair_facts(pair).items() if name not in _OF_BOTH},
-        notes="Steps, tokens and time are those of the last distillation, which goes on from an earlier draft.\n"
-        + LICENSE_NOTE,
-    )
-
-
-def _copy_log(folder: Path, name: str) -> None:
-    log = next((path for path in (folder / "log.jsonl", folder / "work" / "log.jsonl") if path.exists()), None)
-    if log is not None:
-        keep_log(log, name)
 
 
 def keep_log(log: Path, name: str) -> None:

@@ -42,32 +42,22 @@ class Settings:
     def load(cls, path: Path = SETTINGS) -> Settings:
         return cls(**json.loads(path.read_text()))
 
-    def target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
-        return TARGET_SHAPE, _config(self.target_stable_steps, self.target_decay_steps, 2e-3, 0, device)
+    def pretraining(self, stage: str) -> tuple[LlamaShape, DraftConfig]:
+        """Of `target`, of `first_target`, which is the same run decayed early, and of `draft_start`: the draft as a
+        language model of its own, cheap steps before the dear ones."""
+        if stage == "target":
+            return TARGET_SHAPE, _config(self.target_stable_steps, self.target_decay_steps, 2e-3, 0)
+        if stage == "first_target":
+            return TARGET_SHAPE, _config(self.first_target_stable_steps, self.first_target_decay_steps, 2e-3, 0)
+        return DRAFT_SHAPE, _config(self.draft_start_steps, 0, 4e-3, 1)
 
-    def first_target(self, device: str) -> tuple[LlamaShape, DraftConfig]:
-        """The same run, decayed early."""
-        return TARGET_SHAPE, _config(self.first_target_stable_steps, self.first_target_decay_steps, 2e-3, 0, device)
-
-    def draft_start(self, device: str) -> tuple[LlamaShape, DraftConfig]:
-        """The draft as a language model of its own: 1.5 M parameters, cheap steps before the dear ones."""
-        return DRAFT_SHAPE, _config(self.draft_start_steps, 0, 4e-3, 1, device)
-
-    def first_draft(self, start_from: Path, device: str) -> DraftConfig:
-        return _config(self.first_draft_stable_steps, self.first_draft_decay_steps, 3e-3, 2, device, start_from)
-
-    def draft(self, start_from: Path, device: str) -> DraftConfig:
-        return _config(self.draft_stable_steps, self.draft_decay_steps, 3e-3, 3, device, start_from)
+    def distillation(self, stage: str) -> DraftConfig:
+        """Of `first_draft` and `draft`."""
+        if stage == "first_draft":
+            return _config(self.first_draft_stable_steps, self.first_draft_decay_steps, 3e-3, 2)
+        return _config(self.draft_stable_steps, self.draft_decay_steps, 3e-3, 3)
 
 
-def _config(
-    stable: int, decay: int, rate: float, seed: int, device: str, start_from: Path | None = None
-) -> DraftConfig:
-    return DraftConfig(
-        start_from=start_from,
-        schedule=WarmupStableDecay(WARMUP_STEPS, stable, decay),
-        optimizer=OptimizerConfig(rate, rate),
-        curriculum=CURRICULUM,
-        seed=seed,
-        device=device,
-    )
+def _config(stable: int, decay: int, rate: float, seed: int) -> DraftConfig:
+    schedule, optimizer = WarmupStableDecay(WARMUP_STEPS, stable, decay), OptimizerConfig(rate, rate)
+    return DraftConfig(schedule=schedule, optimizer=optimizer, curriculum=CURRICULUM, seed=seed)
