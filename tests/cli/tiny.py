@@ -52,8 +52,8 @@ class Result:
 
     @property
     def complaint(self) -> str:
-        """Standard error without the lines that say what a training will take and how far it is."""
-        lines = self.err.splitlines(keepends=True)
+        """Standard error without the lines that say what a training or a plan will take and how far it is."""
+        lines = [each for each in self.err.splitlines(keepends=True) if ": tried on " not in each]
         return "".join(line for line in lines if not line.startswith(("truedraft: note: ", "truedraft: step ")))
 
     @property

@@ -107,6 +107,7 @@ def test_auto_of_a_model_without_weights_is_prompt_lookup_alone(target: MarkovMo
         ("none,depth=3", UnknownOptionError, "depth"),
         ("prompt-lookup,min_ngram=5,max_ngram=2", OptionError, "min_ngram"),
         ("", UnknownOptionError, "drafter ''"),
+        ("draft,branching=2,branching=3", OptionError, "has branching twice"),
         ("draft(prompt-lookup)", OptionError, "drafter 'draft' has no members"),
         ("drafft(prompt-lookup)", UnknownOptionError, "unknown drafter 'drafft'; did you mean 'draft'"),
         ("portfolio", OptionError, "drafter 'portfolio' needs members"),

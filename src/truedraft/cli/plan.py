@@ -293,7 +293,8 @@ def _split(
     if len(usable) < _LEAST_PROMPTS:
         raise OptionError(f"must be {_LEAST_PROMPTS} or more that can be answered, got {len(usable)}", field="prompts")
     kept_back = usable[_LEAST_PROMPTS - 1 :: _LEAST_PROMPTS]
-    return [each for each in usable if each not in kept_back], grouped(kept_back, options.runs.batch)
+    planned = [each for number, each in enumerate(usable) if number % _LEAST_PROMPTS != _LEAST_PROMPTS - 1]
+    return planned, grouped(kept_back, options.runs.batch)
 
 
 def _made(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from truedraft import verification  # whose rules load on first use
 from truedraft.errors import OptionError, UnknownOptionError, errors_about
 from truedraft.options import Words, read_number
 
@@ -44,8 +43,10 @@ def rule_words(spec: str) -> Words:
 
 
 def _speculative(options: Options) -> Rule:
+    from truedraft.verification import LenientSampling, SpeculativeSampling
+
     lenience = options.get("lenience", 1.0)
-    return verification.SpeculativeSampling() if lenience == 1.0 else verification.LenientSampling(lenience)
+    return SpeculativeSampling() if lenience == 1.0 else LenientSampling(lenience)
 
 
 def _block(options: Options) -> Rule:
@@ -53,12 +54,20 @@ def _block(options: Options) -> Rule:
         raise OptionError(
             f"rule 'block' is lossless and has no lenience; take speculative,lenience={options['lenience']:g}"
         )
-    return verification.BlockVerification()
+    from truedraft.verification import BlockVerification
+
+    return BlockVerification()
+
+
+def _typical(options: Options) -> Rule:
+    from truedraft.verification import TypicalAcceptance
+
+    return TypicalAcceptance(**options)
 
 
 _MAKERS: dict[str, tuple[Callable[[Options], Rule], tuple[str, ...]]] = {
     "speculative": (_speculative, ("lenience",)),
     # Listed so that the error names the rule with this option.
     "block": (_block, ("lenience",)),
-    "typical": (lambda options: verification.TypicalAcceptance(**options), ("epsilon", "delta")),
+    "typical": (_typical, ("epsilon", "delta")),
 }

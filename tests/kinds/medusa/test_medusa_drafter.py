@@ -213,6 +213,7 @@ def test_what_was_measured_of_the_trees_comes_with_the_folder(tmp_path: Path) ->
         ("nodes=three", "'three'"),
         ("nodes=-1", "0 or more"),
         ("branching=2-0", "1 or more"),
+        ("branching=1-1-1-1", "4 deep"),
         ("branching=2,tree=counted", "not both"),
         ("nodes=300", "at most 256 nodes, got 300"),
         ("tree=nowhere.json", "nowhere.json"),
