@@ -115,7 +115,7 @@ def serve(peer: FaultyPeer, model: str = "embedded:target") -> Iterator[str]:
         return Made(completion(body, reply.text or "", reason=reply.finish_reason, model=model, **counts, **more))
 
     with scripted() as server:
-        server.handlers["/v1/models"] = models("truedraft", model, max_model_len=2048)
+        server.handlers["/v1/models"] = models("planted", model, max_model_len=2048)
         server.handlers |= {"/health": lambda _: Made({}), "/version": lambda _: Made({"version": "planted"})}
         server.handlers["/v1/completions"] = completions
         yield server.url
