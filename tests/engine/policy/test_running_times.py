@@ -247,7 +247,7 @@ class Piece:
     name: str | None = None
 
     def go_on(self) -> bool:
-        self.clock.now += 0.02
+        self.clock.now += 0.02 * self.more
         return self.more
 
     def release(self) -> None: ...
