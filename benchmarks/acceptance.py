@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from common import RESULTS, Lines
+from common import RESULTS, Lines, ids_of
 from real_prompts import SETS, TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.intervals import ratio_over_prompts
@@ -80,12 +80,7 @@ def main() -> None:
 
 
 def encoded(target: LanguageModel, folder: Path, limit: int) -> list[list[int]]:
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
-    texts = [question.text[:LONGEST] for question in spread(read_questions(folder)[1], limit)]
-    if tokenizer.chat_template:
-        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    return [tokenizer.encode(text) for text in texts]
+    return ids_of(target, [question.text[:LONGEST] for question in spread(read_questions(folder)[1], limit)])
 
 
 def pieces(target: LanguageModel, file: Path, length: int, limit: int) -> list[list[int]]:

@@ -11,20 +11,19 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Child, Lines, be_asked
 from truedraft.machine import machine_facts
-from turns import Answered, Contest, Stop, middle_by_median
+from turns import Answered, Turn, estimate, middle_by_median, one_round
 
 ANSWER = 64  # tokens
 PROMPTS = (
@@ -106,32 +105,32 @@ class System:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     systems = [System(size, drafter, options) for size in options.sizes for drafter in (PLAIN, DEFAULT)]
-    pairs = [(default.name, plain.name) for plain, default in zip(systems[::2], systems[1::2], strict=True)]
-    contests = {load: Contest(systems, ["next"], pairs, Stop(), middle=middle_by_median) for load in options.loads}
-    for _ in range(options.rounds + 1):  # the first warms up
-        for load, contest in contests.items():
+    turns: dict[str, list[Turn]] = {load: [] for load in options.loads}
+    for number in range(options.rounds + 1):
+        for load in options.loads:
             with running(LOADS[load], pinned="pinned" in load):
-                contest.visit(math.inf)
+                found = one_round(systems, ["next"], number, time.perf_counter)
+            turns[load] += found if number else []  # the first warms up
     for system in systems:
         system.close()
-    name = Path(options.model).name
+    pairs = [(default.name, plain.name) for plain, default in zip(systems[::2], systems[1::2], strict=True)]
     return {
         "of_plain": {
-            f"{of}, {load}": each.as_dict()
-            for load, contest in contests.items()
-            for (of, _), each in zip(pairs, contest.estimates, strict=True)
+            f"{of}, {load}": estimate(own, of, over, middle=middle_by_median).as_dict()
+            for load, own in turns.items()
+            for of, over in pairs
         },
-        "what": f"tokens a second of answers of {ANSWER} tokens by {name}, temperature {options.temperature}; medians "
-        "over turns of an answer, and of the ratio to the same round's idle turn",
+        "what": f"tokens a second of answers of {ANSWER} tokens by {Path(options.model).name}, temperature "
+        f"{options.temperature}; medians over turns of an answer, and of the ratio to the same round's idle turn",
         "machine": machine_facts(),
         "rounds": options.rounds,
-        "systems": {each.name: each.told | summary(each.name, contests) for each in systems},
+        "systems": {each.name: each.told | summary(each.name, turns) for each in systems},
     }
 
 
-def summary(name: str, contests: Mapping[str, Contest[str]]) -> dict[str, Any]:
+def summary(name: str, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     """Of one system by load: tokens a second, and their ratio to those on the idle machine."""
-    speeds = {load: [1.0 / turn.per_token_s[name] for turn in each.measured.turns] for load, each in contests.items()}
+    speeds = {load: [1.0 / turn.per_token_s[name] for turn in own] for load, own in turns.items()}
     idle = speeds.get("idle")
     return {
         load: {

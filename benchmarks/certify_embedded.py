@@ -10,6 +10,7 @@ two, and `auto` under the learning controller too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -67,26 +68,19 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    for drafter in DRAFTERS:
-        for batch in BATCHES:
-            yield Cell(drafter, LOSSLESS, 0.0, False, batch)
-            for temperature in (each for each in TEMPERATURES if each > 0.0):
-                yield Cell(drafter, LOSSLESS, temperature, True, batch)
-                for rule in LOSSLESS:
-                    yield Cell(drafter, (rule,), temperature, False, batch)
-    for drafter in DRAFTERS:  # what is measured in place of a certificate
-        for rule in LOSSY:
-            for temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
-                yield Cell(drafter, (rule,), temperature, False, BATCHES[-1])
-    yield from portfolio_cells()
-
-
-def portfolio_cells() -> Iterator[Cell]:
-    """Each portfolio greedy, and at temperature 1 without and with seeds; `auto` also as it is served."""
-    modes = ((TEMPERATURES[0], False), (TEMPERATURES[-1], False), (TEMPERATURES[-1], True))
-    for drafter in PORTFOLIOS:
-        for temperature, seeded in modes:
-            yield Cell(drafter, LOSSLESS[:1], temperature, seeded, BATCHES[-1])
+    """Of portfolios, too: each greedy, and at temperature 1 without and with seeds; `auto` also as it is served."""
+    cold, *warm = TEMPERATURES
+    for drafter, batch in itertools.product(DRAFTERS, BATCHES):
+        yield Cell(drafter, LOSSLESS, cold, False, batch)
+        for temperature in warm:
+            yield Cell(drafter, LOSSLESS, temperature, True, batch)
+            for rule in LOSSLESS:
+                yield Cell(drafter, (rule,), temperature, False, batch)
+    for drafter, rule, temperature in itertools.product(DRAFTERS, LOSSY, (cold, warm[-1])):
+        yield Cell(drafter, (rule,), temperature, False, BATCHES[-1])  # measured, in place of a certificate
+    modes = ((cold, False), (warm[-1], False), (warm[-1], True))
+    for drafter, (temperature, seeded) in itertools.product(PORTFOLIOS, modes):
+        yield Cell(drafter, LOSSLESS[:1], temperature, seeded, BATCHES[-1])
     for temperature, seeded in modes[:2]:
         yield Cell(PORTFOLIOS[0], LOSSLESS[:1], temperature, seeded, BATCHES[-1], LEARNING)
 
@@ -112,9 +106,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     kept = Lines(options.out)
-    done = {record["cell"] for record in kept.records}
     asked = list(short_cells() if options.short else cells())[options.first :: options.every]
-    todo = [cell for cell in asked if cell.key not in done][: options.limit]
+    todo = [cell for cell in asked if cell.key not in kept.cells][: options.limit]
     if not todo:
         return 0
     target = load_model("embedded:target")

@@ -75,49 +75,38 @@ class Effort:
     seed: int
 
 
-class Kept(Lines):
-    @property
-    def cells(self) -> dict[str, dict[str, Any]]:
-        return {line["cell"]: line for line in self.records}
-
-    def done(self, cell: Cell, minutes: float) -> bool:
-        """Whether a cell has a verdict, and if that is that the evidence is not enough, had as much time as now."""
-        line = self.cells.get(cell.key)
-        if line is None or "error" in line:
-            return False
-        return line["verdict"] != NOT_ENOUGH or line["minutes"] >= minutes
-
-
 def main() -> int:
     asked = _asked()
     torch.set_num_threads(asked.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
-    kept = Kept(asked.out)
-    effort = Effort(asked.minutes, asked.tokens, asked.seed)
-    todo = [
-        (way, [cell for cell in cells(way) if _wanted(cell, asked, kept)])
-        for way in engine_ways()
-        if way.engine in asked.engines
-    ]
-    left = [cell for _, several in todo for cell in several]
+    kept = Lines(asked.out)
+    ways = [way for way in engine_ways() if way.engine in asked.engines]
+    todo = [(way, [cell for cell in cells(way) if _wanted(cell, asked, kept.cells.get(cell.key))]) for way in ways]
+    left = [cell.key for _, several in todo for cell in several]
     if asked.cell is not None and not left:
         note(f"there is no cell {asked.cell!r} left; --list shows all, --again repeats one")
         return 2
-    if asked.report:
-        print("\n".join(table(list(kept.cells.values()))))
+    if asked.report or asked.list:
+        print("\n".join(table(list(kept.cells.values())) if asked.report else left))
         return 0
-    if asked.list:
-        print("\n".join(cell.key for cell in left))
-        return 0
-    bench = Bench.load()
+    bench, effort = Bench.load(), Effort(asked.minutes, asked.tokens, asked.seed)
     for way, several in todo:
         for line in certified(way, several, bench, effort):
             kept.add(line)
             note(f"{line['cell']}: {line['verdict']}")
-    made = [kept.cells[cell.key] for cell in left if cell.key in kept.cells]
-    return (
-        1 if any(line["verdict"] == "deviates" for line in made) else 3 if any("error" in line for line in made) else 0
-    )
+    made = [kept.cells[key] for key in left if key in kept.cells]
+    if any(line["verdict"] == "deviates" for line in made):
+        return 1
+    return 3 if any("error" in line for line in made) else 0
+
+
+def _wanted(cell: Cell, asked: argparse.Namespace, line: Mapping[str, Any] | None) -> bool:
+    """Whether a cell has no verdict; or "not enough evidence", of less time than now."""
+    if asked.cell not in (None, cell.key):
+        return False
+    if asked.again or line is None or "error" in line:
+        return True
+    return bool(line["verdict"] == NOT_ENOUGH and line["minutes"] < asked.minutes)
 
 
 def _asked() -> argparse.Namespace:
@@ -134,10 +123,6 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args()
-
-
-def _wanted(cell: Cell, asked: argparse.Namespace, kept: Kept) -> bool:
-    return (asked.cell is None or cell.key == asked.cell) and (asked.again or not kept.done(cell, asked.minutes))
 
 
 @dataclass(frozen=True)
@@ -200,18 +185,15 @@ def certificate(cell: Cell, running: Running, bench: Bench, effort: Effort) -> d
                 break
     except TruedraftError as error:
         return record(cell, "failed", error=str(error), command=running.command, runs=runs)
+    last = runs[-1]
+    found = [each["smallest_detectable_tv"] for each in last["findings"] if "smallest_detectable_tv" in each]
     return record(
         cell, verdict(runs), version=peer.facts.version, filters=list(peer.facts.filters), command=running.command,
-        evidence=[run["evidence"] for run in runs], faults=runs[-1]["faults"], failures=runs[-1]["failures"],
-        tokens=[run["tokens"] for run in runs], allowance=runs[-1]["allowance"], minutes=effort.minutes,
+        evidence=[run["evidence"] for run in runs], faults=last["faults"], failures=last["failures"],
+        tokens=[run["tokens"] for run in runs], allowance=last["allowance"], minutes=effort.minutes,
         took_s=round(time.perf_counter() - began, 1), runs=runs, machine=machine_facts(),
-        **smallest(runs[-1]),
+        **({"smallest_detectable_tv": found[0]} if found else {}),
     )  # fmt: skip
-
-
-def smallest(run: dict[str, Any]) -> dict[str, Any]:
-    found = [each["smallest_detectable_tv"] for each in run["findings"] if "smallest_detectable_tv" in each]
-    return {"smallest_detectable_tv": found[0]} if found else {}
 
 
 def verdict(runs: Sequence[dict[str, Any]]) -> str:
@@ -224,16 +206,12 @@ def verdict(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    columns = [(t, p) for t, p in SAMPLING]
-    yield (
-        "| engine | | batch | "
-        + " | ".join(f"T {t:g}" + (f", top-p {p:g}" if p < 1.0 else "") for t, p in columns)
-        + " |"
-    )
-    yield "|---|---|---|" + "---|" * len(columns)
+    heads = [f"T {heat:g}" + (f", top-p {top_p:g}" if top_p < 1.0 else "") for heat, top_p in SAMPLING]
+    yield f"| engine | | batch | {' | '.join(heads)} |"
+    yield "|---|---|---|" + "---|" * len(heads)
     found = {(line["engine"], line["way"], line["batch"], line["temperature"], line["top_p"]): line for line in lines}
     for engine, way, batch in dict.fromkeys(key[:3] for key in found):
-        own = [found.get((engine, way, batch, t, p)) for t, p in columns]
+        own = [found.get((engine, way, batch, *sampling)) for sampling in SAMPLING]
         version = next((line["version"] for line in own if line and line.get("version")), "")
         yield f"| {engine} {version} | {way} | {batch} | " + " | ".join(map(in_short, own)) + " |"
 

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ class Lines:
                 record = json.loads(line)
                 if all(record.get(name) == value for name, value in own.items()):
                     self.records.append(record)
+
+    @property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """The last record of each cell, by its name."""
+        return {record["cell"]: record for record in self.records if "cell" in record}
 
     def add(self, record: Mapping[str, Any]) -> None:
         line = {**self._own, **record}
@@ -151,6 +156,15 @@ def heldout_texts() -> list[str]:
 
     lines = heldout_prompts_file().read_text(encoding="utf-8").splitlines()
     return [str(json.loads(line)["text"]) for line in lines if line.strip()]
+
+
+def ids_of(target: LanguageModel, texts: Iterable[str]) -> list[list[int]]:
+    """Texts as messages of a user where the model has a chat template, else as they are."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None
+    if tokenizer.chat_template:
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(text) for text in texts]
 
 
 def heldout_ids(target: LanguageModel, most: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,14 +232,7 @@ class Stock:
 
 
 class Family:
-    """One family in one dtype, loaded.
-
-    Args:
-        name: of the family.
-        folder: where it is written to.
-        dtype: of `DTYPES`.
-        known: the shapes.
-    """
+    """One family in one dtype, written to a folder and loaded."""
 
     def __init__(self, name: str, folder: Path, dtype: str, known: Mapping[str, Any]) -> None:
         spread = known["spreads"].get(name, known["spreads"]["all"])
@@ -365,13 +359,18 @@ def mechanism_of(model: HuggingFaceModel) -> str:
     return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"
 
 
-def examine(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for dtype in DTYPES:
+def examine(
+    family: str, cells: Sequence[Cell], known: Mapping[str, Any], end: float = math.inf
+) -> list[dict[str, Any]]:
+    """A line for each dtype; none where it is later than `end`."""
+    found = []
+    for dtype in DTYPES if time.monotonic() < end else ():
         began = time.monotonic()
         line: dict[str, Any] = {"family": family, "dtype": dtype, "transformers": transformers.__version__}
         with tempfile.TemporaryDirectory() as folder:
             line |= _outcome(family, Path(folder), dtype, cells, known)
-        yield line | {"seconds": round(time.monotonic() - began, 1)}
+        found.append(line | {"seconds": round(time.monotonic() - began, 1)})
+    return found
 
 
 def _outcome(family: str, folder: Path, dtype: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,24 +494,13 @@ def _cell(line: Mapping[str, Any] | None) -> str:
 def _examined(names: Sequence[str], most_s: float, *, every: bool) -> Iterator[list[dict[str, Any]]]:
     """The outcomes of families as they come, one family to a core at a time; none is begun when the time is over."""
     end, known = time.monotonic() + most_s, json.loads(SHAPES.read_text())
-    with ProcessPoolExecutor(
-        os.cpu_count() or 1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
-    ) as pool:
-        waiting = list(reversed(names))
-        running: set[Future[list[dict[str, Any]]]] = set()
-        while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1) and time.monotonic() < end:
-                family = waiting.pop()
-                cells = EVERY if every or family in FULLY else PAIRWISE
-                running.add(pool.submit(_all_of, family, cells, known))
-            if not running:
-                return
-            over, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (each.result() for each in over)
-
-
-def _all_of(family: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return list(examine(family, cells, known))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count() or 1, context, torch.set_num_threads, (1,)) as pool:
+        waited = [
+            pool.submit(examine, family, EVERY if every or family in FULLY else PAIRWISE, known, end)
+            for family in names
+        ]
+        yield from (each.result() for each in as_completed(waited))
 
 
 def main() -> int:

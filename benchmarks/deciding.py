@@ -15,25 +15,20 @@ import functools
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from common import RESULTS, ROOT, note
 from deciding_cells import ROWS, Cell, Kept, all_cells, last_key, parcels
 from deciding_report import markdown
 from truedraft.errors import TruedraftError
-from turns import Clock, Visited, take_turns
+from turns import Clock
 
 OUT = RESULTS / "deciding.jsonl"
-
-
-class Running(Visited, Protocol):
-    def record(self) -> Mapping[str, Any] | None: ...
-
-
-Begin = Callable[[Cell, Mapping[str, Any] | None], Running]
-"""Makes what a cell needs, of the record of the cell that it builds upon."""
+Record = Mapping[str, Any]
+Begin = Callable[[Cell, Record | None], Iterator[Record | None]]
+"""Visits of a cell, of the record of the cell that it needs: what is known of it after each; the first makes ready."""
 
 
 def version_key(files: Iterable[Path]) -> str:
@@ -44,30 +39,27 @@ def version_key(files: Iterable[Path]) -> str:
     return found.hexdigest()[:12]
 
 
-class _Timed:
+class _Open:
     """A cell that is being measured, the seconds that it took, and how it failed."""
 
-    def __init__(self, cell: Cell, begin: Begin, before: Mapping[str, Any] | None, clock: Clock) -> None:
-        self.cell, self._clock = cell, clock
-        self.took_s, self.error, self.found = 0.0, "", None
-        self._running = self._tried(lambda: begin(cell, before))
+    def __init__(self, cell: Cell, visits: Iterator[Record | None], clock: Clock) -> None:
+        self.cell, self._visits, self._clock = cell, visits, clock
+        self.took_s, self.error = 0.0, ""
+        self.found: Record | None = None
 
-    def visit(self, most_s: float) -> bool:
-        over = self._running is None or self._tried(lambda: self._running.visit(most_s))
-        return over is not False
-
-    def record(self) -> Mapping[str, Any] | None:
-        return None if self.error or self._running is None else self._running.record()
-
-    def _tried(self, work: Callable[[], Any]) -> Any:
+    def visit(self) -> bool:
+        """Whether it goes on."""
         began = self._clock()
         try:
-            return work()
+            self.found = next(self._visits)
+        except StopIteration:
+            return False
         except TruedraftError as error:
             self.error = str(error)
-            return None
+            return False
         finally:
             self.took_s += self._clock() - began
+        return True
 
 
 def sit(
@@ -94,31 +86,32 @@ def sit(
         running = []
         for cell in parcel:
             before = None if cell.needs is None else kept.cells.get(cell.needs.name)
+            running.append(_Open(cell, begin(cell, before), clock))
             if cell.needs is not None and before is None:
-                say(f"{cell.name}: skipped, for {cell.needs.name} is not there")
-                failed += 1
-            else:
-                running.append(_Timed(cell, begin, before, clock))
-        take_turns(running, share_s, clock)
+                running[-1].error = f"for {cell.needs.name} is not there"
+        left = [each for each in running if not each.error and each.visit()]
+        over = clock() + share_s
+        while left and clock() < over:
+            left = [each for each in left if each.visit()]
         for each in running:
             if each.error:
                 say(f"{each.cell.name}: skipped, {each.error}")
                 failed += 1
-            elif (found := each.record()) is not None:
-                _keep(kept, each.cell, found, each.took_s)
-                say(f"{len(kept.cells)} done: {each.cell.name}: {shown(found)}, {each.took_s:.0f} s")
-    unmeasured = sum(cell.name not in kept.cells for cell in cells) - failed
-    if unmeasured:
+            elif each.found is not None:
+                _keep(kept, each)
+                say(f"{len(kept.cells)} done: {each.cell.name}: {shown(each.found)}, {each.took_s:.0f} s")
+    if unmeasured := sum(cell.name not in kept.cells for cell in cells) - failed:
         say(f"the time is over; {unmeasured} cells are left for the next sitting")
     return failed
 
 
-def _keep(kept: Kept, cell: Cell, found: Mapping[str, Any], took_s: float) -> None:
+def _keep(kept: Kept, done: _Open) -> None:
+    cell, times = done.cell, {"share_s": done.cell.share_s, "took_s": round(done.took_s, 2)}
     place = {"cell": cell.name, "row": cell.row, "size": cell.size, "set": cell.set, "batch": cell.batch}
-    kept.add(place | dict(found) | {"share_s": cell.share_s, "took_s": round(took_s, 2), "sitting": len(kept.sittings)})
+    kept.add(place | dict(done.found or {}) | times | {"sitting": len(kept.sittings)})
 
 
-def shown(found: Mapping[str, Any]) -> str:
+def shown(found: Record) -> str:
     if "speedups" in found:
         return f"best {found['best']} of {len(found['speedups'])}, {max(found['speedups'].values()):.3f}"
     half = "" if found["half_width"] is None else f" +- {found['half_width']:.3f}"
@@ -157,14 +150,7 @@ def _measured(kept: Kept, asked: argparse.Namespace) -> int:
         return 0
     torch.set_num_threads(asked.threads)
     kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})
-    return sit(
-        kept,
-        cells,
-        functools.partial(begin, Lab()),
-        asked.minutes * 60.0,
-        time.monotonic,
-        note,
-    )
+    return sit(kept, cells, functools.partial(begin, Lab()), asked.minutes * 60.0, time.monotonic, note)
 
 
 if __name__ == "__main__":

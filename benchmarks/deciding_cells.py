@@ -75,13 +75,8 @@ class Cell:
 
 def all_cells() -> list[Cell]:
     """The whole table, by size, for a model is loaded once; no cell before the one that it needs."""
-    return [cell for size in SIZES for cell in _of_size(size)]
-
-
-def _of_size(size: str) -> list[Cell]:
-    cells = [Cell(row, size, name, batch) for batch in BATCHES for row in ("sweep", "a") for name in SETS]
-    cells += [Cell(row, size, name, 1) for row in ("b", "c") for name in SETS]
-    return cells
+    rows = [*((row, batch) for batch in BATCHES for row in ("sweep", "a")), ("b", 1), ("c", 1)]
+    return [Cell(row, size, name, batch) for size in SIZES for row, batch in rows for name in SETS]
 
 
 def parcels(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -95,10 +90,6 @@ class Kept(Lines):
     def __init__(self, path: Path, key: str) -> None:
         super().__init__(path, key=key)
         self.key = key
-
-    @property
-    def cells(self) -> dict[str, Mapping[str, Any]]:
-        return {record["cell"]: record for record in self.records if "cell" in record}
 
     @property
     def sittings(self) -> list[Mapping[str, Any]]:
@@ -126,23 +117,22 @@ class SetRequest:
 
 
 def prompt_sets(heldout: Sequence[str], prose: str, encode: Encode, vocab_size: int) -> dict[str, list[SetRequest]]:
-    """The six sets by name, of `REQUESTS` requests each."""
+    """The six sets by name, of `REQUESTS` requests each; those of `mix` are of the others in turn."""
     texts = [heldout[number % len(heldout)] for number in range(REQUESTS)]
     code = [tuple(encode(text)) for text in texts]
     prompts = {
         "code": code,
         "repeat": [tuple(encode(repeated(text))) for text in texts],
-        "prose": windows(encode(prose), REQUESTS),
+        "prose": _windows(encode(prose)),
         "random": [_random_ids(number, vocab_size) for number in range(REQUESTS)],
         "hot": code,
     }
-    sets = {domain: [SetRequest(domain, prompt, params_of(domain)) for prompt in prompts[domain]] for domain in DOMAINS}
-    return sets | {MIX: mixed(sets)}
-
-
-def params_of(domain: str) -> SamplingParams:
-    hot = domain == "hot"
-    return SamplingParams(max_tokens=NEW_TOKENS, temperature=_HOT if hot else 0.0, ignore_eos=True)
+    sets = {}
+    for domain in DOMAINS:
+        params = SamplingParams(NEW_TOKENS, temperature=_HOT if domain == "hot" else 0.0, ignore_eos=True)
+        sets[domain] = [SetRequest(domain, prompt, params) for prompt in prompts[domain]]
+    mixed = [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
+    return sets | {MIX: mixed}
 
 
 def repeated(text: str) -> str:
@@ -158,15 +148,15 @@ def repeated(text: str) -> str:
     return text.rstrip("\n") + "\n\n" + first
 
 
-def windows(ids: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """So many prompts of equal length, evenly over a text; they overlap where it is short."""
-    last = len(ids) - _PROMPT_TOKENS
-    starts = [number * last // max(count - 1, 1) for number in range(count)]
+def _windows(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Prompts of equal length, evenly over a text; they overlap where it is short."""
+    starts = [number * (len(ids) - _PROMPT_TOKENS) // (REQUESTS - 1) for number in range(REQUESTS)]
     return [tuple(ids[start : start + _PROMPT_TOKENS]) for start in starts]
 
 
-def mixed(sets: dict[str, list[SetRequest]]) -> list[SetRequest]:
-    return [sets[DOMAINS[number % len(DOMAINS)]][number // len(DOMAINS)] for number in range(REQUESTS)]
+def _random_ids(number: int, vocab_size: int) -> tuple[int, ...]:
+    draw = random.Random(f"random prompt {number}")
+    return tuple(draw.randrange(vocab_size) for _ in range(_PROMPT_TOKENS))
 
 
 def groups_of(name: str, asked: Sequence[SetRequest], batch: int, *, few: bool = False) -> list[list[SetRequest]]:
@@ -180,13 +170,9 @@ def groups_of(name: str, asked: Sequence[SetRequest], batch: int, *, few: bool =
         batch: requests of a group.
         few: five, three (five) and one, for models that need seconds for an answer.
     """
-    most = ({1: 5, 4: 3} if few else {1: 8, 4: 4}).get(batch, 1 if few else 2)
     if name == MIX:
-        most = ({1: 5, 4: 5} if few else {1: 10, 4: 5}).get(batch, most)
+        most = {1: 5 if few else 10, 4: 5}
+    else:
+        most = {1: 5, 4: 3} if few else {1: 8, 4: 4}
     found = [list(asked[first : first + batch]) for first in range(0, len(asked) - batch + 1, batch)]
-    return found[:most]
-
-
-def _random_ids(number: int, vocab_size: int) -> tuple[int, ...]:
-    draw = random.Random(f"random prompt {number}")
-    return tuple(draw.randrange(vocab_size) for _ in range(_PROMPT_TOKENS))
+    return found[: most.get(batch, 1 if few else 2)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common import heldout_texts
@@ -15,16 +15,15 @@ from truedraft.engine.policy import FixedBudget
 from truedraft.errors import ModelError
 from truedraft.measure.bench import OurEngine
 from truedraft.models.base import LanguageModel
-from turns import Answered, Contest, Stop, estimate, one_round, ratios
+from turns import Answered, Answering, Clock, Estimate, Group, Turn, estimate, one_round
 
 NONE, PLAIN, DEFAULT, HEURISTIC = "none", "plain", "default", "heuristic"
 LONG_DRAFT = "draft,num_speculative_tokens=12"
+HALF_WIDTH, LEAST_ROUNDS = 0.02, 5  # of the interval, that is wanted; behind the warm-up
 _WARM_UP_TOKENS = 8
 _MOST_SLOTS = 32
 _SWEPT_GROUPS = {1: 4, 4: 2}  # by batch, one for larger ones
 _MIXED_GROUPS = 5  # of a pass at batch 1: one of each domain
-# A cell whose interval lies this far above its bar need not be known to 0.02.
-_SURE_ABOVE = {("c", MIX): 1.15}
 
 GRID: Mapping[str, Sequence[int]] = {
     "draft,num_speculative_tokens=": (1, 2, 3, 4, 6, 8),
@@ -34,6 +33,10 @@ GRID: Mapping[str, Sequence[int]] = {
 }
 """Words of each family, with the numbers behind them."""
 _COARSE: Mapping[str, Sequence[int]] = dict(zip(GRID, ((2, 6), (4,), (8,), (8,)), strict=True))
+
+Found = dict[str, Any]
+Visits = Iterator[Found | None]
+"""What is known of a cell after each visit; the first one makes ready."""
 
 
 class EngineSystem:
@@ -55,11 +58,10 @@ class EngineSystem:
 
 class Lab:
     def __init__(self) -> None:
-        self.clock: Callable[[], float] = time.perf_counter
         self._size = ""
         self._target: LanguageModel | None = None
         self._sets: dict[str, list[SetRequest]] = {}
-        self._fixed: dict[str, EngineSystem] = {}
+        self._fixed: dict[str, Engine] = {}
 
     def target(self, size: str) -> LanguageModel:
         """The embedded target at a size; that of another one is dropped."""
@@ -71,37 +73,24 @@ class Lab:
             self._size = size
         return self._target
 
-    def asked(self, cell: Cell) -> list[SetRequest]:
+    def groups(self, cell: Cell) -> list[list[SetRequest]]:
+        target = self.target(cell.size)
         if not self._sets:
-            target = self.target(cell.size)
             assert target.tokenizer is not None
             prose = PROSE.read_text(encoding="utf-8")
             self._sets = prompt_sets(heldout_texts(), prose, target.tokenizer.encode, target.vocab_size)
-        return self._sets[cell.set]
-
-    def groups(self, cell: Cell) -> list[list[SetRequest]]:
-        return groups_of(cell.set, self.asked(cell), cell.batch, few=cell.size == "500M")
-
-    def plain(self, size: str) -> EngineSystem:
-        """Plain decoding, which learns nothing: one engine for all cells of a size."""
-        return self.fixed(size, NONE, PLAIN)
+        return groups_of(cell.set, self._sets[cell.set], cell.batch, few=cell.size == "500M")
 
     def fixed(self, size: str, words: str, name: str | None = None) -> EngineSystem:
+        """An engine that learns nothing: one for all cells of a size."""
         target = self.target(size)
         if words not in self._fixed:
-            self._fixed[words] = EngineSystem(words, Engine(target, words, controller=FixedBudget()))
-        return EngineSystem(name or words, self._fixed[words].engine)
+            self._fixed[words] = Engine(target, words, controller=FixedBudget())
+        return EngineSystem(name or words, self._fixed[words])
 
     def learning(self, size: str, words: str, name: str, controller: Any = None) -> EngineSystem:
-        """An engine that nobody used before, whose controller learns from this cell alone.
-
-        Raises:
-            TruedraftError: there is no such drafter or controller yet.
-        """
+        """An engine that nobody used before, whose controller learns from this cell alone."""
         return EngineSystem(name, Engine(self.target(size), words, None, controller, max_batch=_MOST_SLOTS))
-
-
-Found = dict[str, Any]
 
 
 # ------------------------------------------------------------------ fixed configurations: few of each family, then more
@@ -118,29 +107,19 @@ def finer(speedups: Mapping[str, float], families: int) -> list[str]:
 
     Worked example: of draft chains 2 and 6 were tried; if 2 was the better, 1, 3 and 4 follow, else 3, 4 and 8.
     """
-    best = sorted(_best_of_families(speedups), key=lambda words: -speedups[words])[:families]
-    return [words for middle in best for words in _around(middle, speedups)]
-
-
-def _best_of_families(speedups: Mapping[str, float]) -> Iterable[str]:
-    for family in GRID:
-        tried = [words for words in speedups if words.startswith(family)]
-        if tried:
-            yield max(tried, key=lambda words: speedups[words])
+    tried = [[words for words in speedups if words.startswith(family)] for family in GRID]
+    best = sorted((max(each, key=speedups.__getitem__) for each in tried if each), key=lambda words: -speedups[words])
+    return [words for middle in best[:families] for words in _around(middle, speedups)]
 
 
 def _around(words: str, tried: Mapping[str, float]) -> list[str]:
     family = next(family for family in GRID if words.startswith(family))
     grid = [f"{family}{number}" for number in GRID[family]]
-    place = grid.index(words)
-    below, above = grid[:place][::-1], grid[place + 1 :]
-    found = []
-    for side in (below, above):
-        for other in side:
-            if other in tried:
-                break
-            found.append(other)
-    return sorted(found, key=grid.index)
+    places = [place for place, each in enumerate(grid) if each in tried and each != words]
+    own = grid.index(words)
+    first = max((place + 1 for place in places if place < own), default=0)
+    last = min((place for place in places if place > own), default=len(grid))
+    return [each for each in grid[first:last] if each != words]
 
 
 def best(speedups: Mapping[str, float]) -> str:
@@ -149,40 +128,38 @@ def best(speedups: Mapping[str, float]) -> str:
     return words if words != NONE and speedups[words] > 1.0 else NONE
 
 
-def sweep(lab: Lab, cell: Cell) -> Found:
+def sweep(lab: Lab, cell: Cell, clock: Clock = time.perf_counter) -> Visits:
     """Speed-ups of fixed configurations over plain decoding, one pass over some groups; no interval."""
     most = _MIXED_GROUPS if cell.set == MIX and cell.batch == 1 else _SWEPT_GROUPS.get(cell.batch, 1)
     groups = lab.groups(cell)[:most]
+    yield None
+    short = [replace(asked, params=replace(asked.params, max_tokens=_WARM_UP_TOKENS)) for asked in groups[0]]
     speedups: dict[str, float] = {}
-    compared = different = 0
-    for words in (coarse(heads=cell.size != "own"), None):
-        tried = words or finer(speedups, 2 if cell.batch == 1 else 1)
-        if not tried:
-            continue
-        systems = [lab.plain(cell.size), *(lab.fixed(cell.size, each) for each in tried)]
-        _warm_up(systems, groups[0])
-        turns = one_round(systems, groups, 0, lab.clock)
-        speedups |= {each: estimate(turns, each, PLAIN).ratio for each in tried}
-        compared += sum(turn.compared for turn in turns)
-        different += sum(turn.different for turn in turns)
+    turns: list[Turn] = []
+    for first in (True, False):
+        tried = coarse(heads=cell.size != "own") if first else finer(speedups, 2 if cell.batch == 1 else 1)
+        if tried:
+            systems = [lab.fixed(cell.size, NONE, PLAIN), *(lab.fixed(cell.size, each) for each in tried)]
+            for system in systems:
+                system.answer(short)
+            found = one_round(systems, groups, 0, clock)
+            speedups |= {each: estimate(found, each, PLAIN).ratio for each in tried}
+            turns += found
     shown = {words: round(value, 4) for words, value in speedups.items()}
-    return {
-        "speedups": shown,
-        "best": best(shown),
-        "groups": len(groups),
-        "status": "reached",
-        "greedy_compared": compared,
-        "greedy_different": different,
-    }
+    yield {"speedups": shown, "best": best(shown), "groups": len(groups), "status": "reached", **compared(turns)}
 
 
-def _warm_up(systems: Sequence[EngineSystem], group: Sequence[SetRequest]) -> None:
-    short = [
-        dataclasses.replace(asked, params=dataclasses.replace(asked.params, max_tokens=_WARM_UP_TOKENS))
-        for asked in group
-    ]
-    for system in systems:
-        system.answer(short)
+# ----------------------------------------------------------------------------------------------- two systems, by rounds
+
+
+def rounds(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Visits:
+    """Round after round of two systems.
+
+    A cell whose interval lies far above its bar need not be known to 0.02.
+    """
+    systems = systems_of(lab, cell, before)
+    sure_above = 1.15 if (cell.row, cell.set) == ("c", MIX) else 1.10
+    yield from contest(systems, lab.groups(cell), sure_above)
 
 
 def systems_of(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> list[EngineSystem]:
@@ -194,46 +171,54 @@ def systems_of(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> list[E
     if cell.row == "c":
         heuristic = lab.learning(cell.size, LONG_DRAFT, HEURISTIC, "heuristic")
         return [lab.learning(cell.size, LONG_DRAFT, DEFAULT), heuristic]
-    other = lab.plain(cell.size) if before is None else lab.fixed(cell.size, before["best"], before["best"])
-    return [lab.learning(cell.size, "auto", DEFAULT), other]
+    words, name = (NONE, PLAIN) if before is None else (before["best"], before["best"])
+    return [lab.learning(cell.size, "auto", DEFAULT), lab.fixed(cell.size, words, name)]
 
 
-class Sweep:
-    def __init__(self, lab: Lab, cell: Cell) -> None:
-        self._lab, self._cell, self._found = lab, cell, None
-
-    def visit(self, most_s: float) -> bool:
-        self._found = sweep(self._lab, self._cell)
-        return True
-
-    def record(self) -> Found | None:
-        return self._found
-
-
-class Rounds:
-    def __init__(self, lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> None:
-        systems = systems_of(lab, cell, before)
-        self._of, self._over = (each.name for each in systems)
-        stop = Stop(_SURE_ABOVE.get((cell.row, cell.set), 1.10))
-        self._contest = Contest(systems, lab.groups(cell), [(self._of, self._over)], stop, lab.clock)
-
-    def visit(self, most_s: float) -> bool:
-        return self._contest.visit(most_s)
-
-    def record(self) -> Found | None:
-        measured, pair = self._contest.measured, (self._of, self._over)
-        if not measured.turns:
-            return None
-        decoding = estimate(measured.turns, *pair, decoding=True)
-        record = estimate(measured.turns, *pair).as_dict() | {"of": self._of, "over": self._over}
-        return record | measured.as_dict() | {"decoding": decoding.as_dict(), "ratios": ratios(measured.turns, *pair)}
+def contest(
+    systems: Sequence[Answering[Group]],
+    groups: Sequence[Group],
+    sure_above: float,
+    clock: Clock = time.perf_counter,
+) -> Visits:
+    """A record after each round but the first, which warms up; over once the ratio is known."""
+    of, over = (system.name for system in systems)
+    turns: list[Turn] = []
+    seconds, number, status = 0.0, 0, "missed"
+    yield None
+    while status == "missed":
+        began = clock()
+        made = one_round(systems, groups, number, clock)
+        seconds += clock() - began
+        if number:
+            turns += made
+            found = estimate(turns, of, over)
+            status = status_of(found, number, sure_above)
+            record = found.as_dict() | {"of": of, "over": over, "status": status, "rounds": number}
+            record |= {"seconds": round(seconds, 1), **compared(turns)}
+            record["decoding"] = estimate(turns, of, over, decoding=True).as_dict()
+            ratios = [estimate([turn], of, over).ratio for turn in turns]
+            yield record | {"ratios": [round(ratio, 4) for ratio in ratios]}
+        else:
+            yield None
+        number += 1
 
 
-def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Sweep | Rounds:
-    """Make what a cell needs.
+def status_of(found: Estimate, rounds: int, sure_above: float) -> str:
+    """ "reached", "far above" its bar, so that more turns would change no verdict, or so far "missed"."""
+    if rounds >= LEAST_ROUNDS and found.half_width <= HALF_WIDTH:
+        return "reached"
+    far = found.low > sure_above and found.half_width <= HALF_WIDTH * found.ratio
+    return "far above" if rounds >= LEAST_ROUNDS and far else "missed"
 
-    Raises:
-        TruedraftError: there is no such drafter or controller.
-    """
-    lab.target(cell.size)
-    return Sweep(lab, cell) if cell.row == "sweep" else Rounds(lab, cell, before)
+
+def compared(turns: Sequence[Turn]) -> Found:
+    return {
+        "greedy_compared": sum(turn.compared for turn in turns),
+        "greedy_different": sum(turn.different for turn in turns),
+    }
+
+
+def begin(lab: Lab, cell: Cell, before: Mapping[str, Any] | None) -> Visits:
+    """Visits of a cell, of the record of the cell that it needs; they raise TruedraftError where it cannot be made."""
+    return sweep(lab, cell) if cell.row == "sweep" else rounds(lab, cell, before)

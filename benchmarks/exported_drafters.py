@@ -31,20 +31,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from certify_peers import Bench, Cell, Effort, certificate
-from common import RESULTS, ROOT, Lines, heldout_ids, note
+from common import RESULTS, ROOT, Lines, heldout_ids, ids_of, note
 from peers_engines import Running
-from servers import (
-    LLAMA_CPP,
-    LLAMA_SERVER,
-    PATIENCE_S,
-    SERVED_NAME,
-    VLLM,
-    VLLM_SERVER,
-    Launch,
-    llamacpp_launch,
-    serving,
-    vllm_launch,
-)
+from servers import LLAMA_CPP, LLAMA_SERVER, VLLM, VLLM_SERVER, Launch, answering, llamacpp_launch, vllm_launch
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters.registry import find_drafters
@@ -52,7 +41,6 @@ from truedraft.drafters.specs import from_spec
 from truedraft.errors import PeerError, TruedraftError
 from truedraft.measure.bench import read_questions, spread
 from truedraft.measure.peers.asking import Question
-from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.models.base import LanguageModel
 from truedraft.options import Words
 
@@ -116,11 +104,10 @@ def _with_folder(word: str) -> str:
 
 
 def asked_prompts(target: LanguageModel, folders: Sequence[Path]) -> list[list[int]]:
-    if not folders or target.tokenizer is None:
+    if not folders:
         return heldout_ids(target, PROMPT_TOKENS)
     sets = [spread(read_questions(each)[1], SET_PROMPTS) for each in folders]
-    texts = [each.text for turn in zip(*sets, strict=False) for each in turn]
-    return [target.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return ids_of(target, [each.text for turn in zip(*sets, strict=False) for each in turn])
 
 
 def checked(
@@ -196,12 +183,9 @@ def served(
 ) -> Iterator[Running]:
     """The engine's server by the commands that an export printed; by none it answers plainly."""
     launch = _LAUNCHES[asked.engine](f"{asked.engine} {name}", commands, folder, asked.as_released)
-    with serving(launch, RUNS / asked.engine, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
-        endpoint = Endpoint.open(
-            server.url, SERVED_NAME, tokenizer=target.tokenizer, vocab_size=target.vocab_size,
-            eos_token_ids=target.eos_token_ids, tell=note,
-        )  # fmt: skip
-        stack.callback(endpoint.close)
+    about = {"vocab_size": target.vocab_size, "eos_token_ids": target.eos_token_ids, "tell": note}
+    logs = RUNS / asked.engine
+    with answering(launch, logs, tokenizer=target.tokenizer, **about) as (server, endpoint):
         yield Running(lambda together, seed: endpoint, server.check, server.url)
 
 

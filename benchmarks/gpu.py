@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> None:
     there = {record["name"] for record in lines.records if "value" in record}
     facts = _versions()
     for kind in GROUPS:
-        rows = [row for row in kind.rows() if row.name not in there and _wanted(row, options.only)]
+        rows = [row for row in kind.ROWS if row.name not in there and _wanted(row, options.only)]
         group = kind(TINY if options.tiny else FULL, device)
         for row in rows:
             if time.monotonic() > end:

@@ -7,12 +7,13 @@ import os
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
+from operator import methodcaller
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,46 +53,28 @@ _COMPARED = (
 """Name, which of `Sizes.batches` (None is one request after another), temperature, and what is to be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large everything is.
+class Sizes(NamedTuple):
+    """How large everything is: first for the padded model, then for the other one."""
 
-    Attributes:
-        pad_to: what the embedded target is padded to; None leaves it.
-        dtype: of all models.
-        cache_bytes: of keys and values, for the padded model and for the other.
-        read_bytes: that memory reads are measured with.
-        tokens: new ones of an answer of the padded model.
-        prompts: that are answered one by one.
-        batches: requests that are answered together by it: few, many, and very many.
-        layers, width, inner, heads, kv_heads, vocab: of the other model.
-        contexts: that its steps are measured behind.
-        prompt: tokens of each of many prompts.
-        long: tokens of a long prompt.
-        answer: new tokens of each.
-        together: requests that are answered together by it: many, more, and very many.
-        draft_vocab: ids that its EAGLE-3 head guesses.
-    """
-
-    pad_to: str | None
-    dtype: torch.dtype
-    cache_bytes: tuple[int, int]
-    read_bytes: int
-    tokens: int
-    prompts: int
-    batches: tuple[int, int, int]
+    pad_to: str | None  # what the embedded target is padded to; None leaves it
+    dtype: torch.dtype  # of all models
+    cache_bytes: tuple[int, int]  # of keys and values, for the padded model and for the other
+    read_bytes: int  # that memory reads are measured with
+    tokens: int  # new ones of an answer
+    prompts: int  # that are answered one by one
+    batches: tuple[int, int, int]  # requests that are answered together: few, many, and very many
     layers: int
     width: int
     inner: int
     heads: int
     kv_heads: int
     vocab: int
-    contexts: tuple[int, int, int, int]
-    prompt: int
-    long: int
-    answer: int
-    together: tuple[int, int, int]
-    draft_vocab: int
+    contexts: tuple[int, int, int, int]  # that steps are measured behind
+    prompt: int  # tokens of each of many prompts
+    long: int  # tokens of a long prompt
+    answer: int  # new tokens of each
+    together: tuple[int, int, int]  # requests that are answered together: many, more, and very many
+    draft_vocab: int  # ids that the EAGLE-3 head guesses
 
 
 FULL = Sizes(
@@ -108,23 +91,20 @@ TINY = Sizes(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     name: str
     unit: str
-    measure: Callable[[Any], Found]
+    measure: Callable[[Any], Found]  # of its group
     bar: str | None = None
 
 
 class Group(ABC):
     """Rows of one model, which is loaded when the first of them is measured."""
 
+    ROWS: Sequence[Row]
+
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
-
-    @classmethod
-    @abstractmethod
-    def rows(cls) -> list[Row]: ...
 
     @abstractmethod
     def load(self) -> LanguageModel: ...
@@ -165,47 +145,41 @@ class Group(ABC):
         weight_bytes = self.target.weight_bytes
         loaded = allocated(self.device) - self.before
         self.close()
-        return (allocated(self.device) - self.before) / _GIB, {
-            "of_gib": loaded / _GIB, "weight_bytes": weight_bytes,
-        }  # fmt: skip
+        about = {"of_gib": loaded / _GIB, "weight_bytes": weight_bytes}
+        return (allocated(self.device) - self.before) / _GIB, about
 
 
 class Padded(Group):
     """The embedded target at the cost of a 7B model: what drafts bring."""
 
-    @classmethod
-    def rows(cls) -> list[Row]:
-        ratios = [
-            Row(f"7B: {system} over plain, {name}", "x", partial(cls.ratio, system, place, heat), bar)
+    ROWS = (
+        Row("memory reads", "TB/s", methodcaller("read_rate")),
+        Row("7B: floor of a plain step", "ms", methodcaller("floor")),
+        Row("7B: making ready", "s", methodcaller("getting_ready")),
+        Row("7B: first answer once ready, over later ones", "x", methodcaller("first"), ">= 0.8"),
+        Row("7B: plain, one request", "tokens/s", methodcaller("plain")),
+        Row("7B: plain, one request, over the floor", "x", methodcaller("plain_over_floor"), ">= 0.80"),
+        *(Row(f"7B: V of {rows} rows", "ms", methodcaller("forward", rows)) for rows in (1, 33)),
+        *(
+            Row(f"7B: {system} over plain, {name}", "x", methodcaller("ratio", system, place, heat), bar)
             for name, place, heat, bar in _COMPARED
             for system in ("draft", "auto")
-        ]
-        drafts = [
-            ("a draft of 4", "draft,num_speculative_tokens=4", 0.5),
-            ("Medusa, 16 nodes", "medusa,nodes=16", 0.5),
-            ("recurrent head, 16 nodes", "redrafter,nodes=16", 0.8),
-        ]
-        made = [
-            Row(f"7B: making {name}", "ms", partial(cls.drafting, words), f"<= {bar}") for name, words, bar in drafts
-        ]
-        steps = [
-            Row(f"7B: 32 requests with a draft of 4, {part}", "ms", partial(cls.step_part, field))
+        ),
+        *(
+            Row(f"7B: making {name}", "ms", methodcaller("drafting", words), f"<= {bar}")
+            for name, words, bar in (
+                ("a draft of 4", "draft,num_speculative_tokens=4", 0.5),
+                ("Medusa, 16 nodes", "medusa,nodes=16", 0.5),
+                ("recurrent head, 16 nodes", "redrafter,nodes=16", 0.8),
+            )
+        ),
+        *(
+            Row(f"7B: 32 requests with a draft of 4, {part}", "ms", methodcaller("step_part", field))
             for part, field in (("drafting", "draft_s"), ("target", "target_s"), ("whole step", "total_s"))
-        ]
-        return [
-            Row("memory reads", "TB/s", cls.read_rate),
-            Row("7B: floor of a plain step", "ms", cls.floor),
-            Row("7B: making ready", "s", cls.getting_ready),
-            Row("7B: first answer once ready, over later ones", "x", cls.first, ">= 0.8"),
-            Row("7B: plain, one request", "tokens/s", cls.plain),
-            Row("7B: plain, one request, over the floor", "x", cls.plain_over_floor, ">= 0.80"),
-            *[Row(f"7B: V of {rows} rows", "ms", partial(cls.forward, rows)) for rows in (1, 33)],
-            *ratios,
-            *made,
-            *steps,
-            Row("7B: memory beyond weights, 32 requests of 300 tokens", "GiB", cls.memory),
-            Row("7B: memory left once engine and model are deleted", "GiB", cls.left, "<= 1"),
-        ]
+        ),
+        Row("7B: memory beyond weights, 32 requests of 300 tokens", "GiB", methodcaller("memory")),
+        Row("7B: memory left once engine and model are deleted", "GiB", methodcaller("left"), "<= 1"),
+    )
 
     def load(self) -> LanguageModel:
         return load_model("embedded:target", device=self.device, dtype=self.sizes.dtype, pad_to=self.sizes.pad_to)
@@ -217,10 +191,9 @@ class Padded(Group):
         return [texts[number % len(texts)][: 96 - number // len(texts)] for number in range(most)]
 
     def engine(self, drafter: Drafter | None, requests: int, controller: str | None = None) -> Engine:
-        cache_bytes = self.sizes.cache_bytes[0]
         return Engine(
-            self.target, drafter, controller=controller, max_batch=requests, max_cache_bytes=cache_bytes,
-            prefix_cache_bytes=0, entropy=1,
+            self.target, drafter, controller=controller, max_batch=requests, entropy=1,
+            max_cache_bytes=self.sizes.cache_bytes[0], prefix_cache_bytes=0,
         )  # fmt: skip
 
     @cached_property
@@ -249,11 +222,8 @@ class Padded(Group):
 
     def getting_ready(self) -> Found:
         _, how = self.ready
-        return how["seconds"], {
-            "recordings": how["recordings"],
-            "drafter": "auto",
-            "max_batch": max(self.sizes.batches),
-        }
+        about = {"recordings": how["recordings"], "drafter": "auto", "max_batch": max(self.sizes.batches)}
+        return how["seconds"], about
 
     def first(self) -> Found:
         _, how = self.ready
@@ -271,40 +241,31 @@ class Padded(Group):
     def plain_over_floor(self) -> Found:
         return median(self.plain_rates) * self.floor_s, {"floor_ms": 1e3 * self.floor_s}
 
-    @staticmethod
-    def forward(rows: int, group: Padded) -> Found:
+    def forward(self, rows: int) -> Found:
         """As measured when the engine was made ready."""
-        return 1e3 * group.ready[0].costs.forwards()(rows, [256]), {"rows": rows, "context": 256}
+        return 1e3 * self.ready[0].costs.forwards()(rows, [256]), {"rows": rows, "context": 256}
 
     @cached_property
     def compared(self) -> dict[tuple[int, float], dict[str, float]]:
         """Tokens a second of each system, by number of requests and temperature, as far as they were measured."""
         return {}
 
-    @staticmethod
-    def ratio(system: str, place: int | None, heat: float, group: Padded) -> Found:
-        requests = 1 if place is None else group.sizes.batches[place]
-        rates = group.compared.setdefault((requests, heat), {})
-        if system not in rates:
-            engine, _ = group.ready
-            ways = {"plain": (), "draft": ("draft",), "auto": None}
-            groups = (
-                [[each] for each in group.prompts[: group.sizes.prompts]]
-                if requests == 1
-                else [group.prompts[:requests]]
-            )
-            spent = dict.fromkeys(ways, 0.0)
+    def ratio(self, system: str, place: int | None, heat: float) -> Found:
+        requests = 1 if place is None else self.sizes.batches[place]
+        if (requests, heat) not in self.compared:
+            alone = [[each] for each in self.prompts[: self.sizes.prompts]]
+            groups = alone if requests == 1 else [self.prompts[:requests]]
+            spent = {"plain": 0.0, "draft": 0.0, "auto": 0.0}
             for prompts in groups:
-                for name, only in ways.items():
-                    spent[name] += 1.0 / group.rate(engine, prompts, heat, only)
-            rates.update({name: len(groups) / each for name, each in spent.items()})
-        return rates[system] / rates["plain"], {
-            "requests": requests, "temperature": heat, "tokens": group.sizes.tokens, "tokens_per_s": dict(rates),
-        }  # fmt: skip
+                for name, only in (("plain", ()), ("draft", ("draft",)), ("auto", None)):
+                    spent[name] += 1.0 / self.rate(self.ready[0], prompts, heat, only)
+            self.compared[requests, heat] = {name: len(groups) / each for name, each in spent.items()}
+        rates = self.compared[requests, heat]
+        about = {"requests": requests, "temperature": heat, "tokens": self.sizes.tokens}
+        return rates[system] / rates["plain"], about | {"tokens_per_s": rates}
 
-    @staticmethod
-    def drafting(words: str, group: Padded) -> Found:
-        return _made_ms(from_spec(words, group.target), group.target)
+    def drafting(self, words: str) -> Found:
+        return _made_ms(from_spec(words, self.target), self.target)
 
     @cached_property
     def drafted_steps(self) -> list[StepRecord]:
@@ -317,13 +278,11 @@ class Padded(Group):
             answered(engine, self.prompts[:requests], self.params(0.0))
         return [each for each in records if len(each.requests) == requests and not each.prefill]
 
-    @staticmethod
-    def step_part(field: str, group: Padded) -> Found:
-        steps = group.drafted_steps
-        return 1e3 * median(getattr(each, field) for each in steps), {
-            "requests": group.sizes.batches[1], "steps": len(steps),
-            "recorded": sum(not each.settled for each in steps),
-        }  # fmt: skip
+    def step_part(self, field: str) -> Found:
+        steps = self.drafted_steps
+        recorded = sum(not each.settled for each in steps)
+        about = {"requests": self.sizes.batches[1], "steps": len(steps), "recorded": recorded}
+        return 1e3 * median(getattr(each, field) for each in steps), about
 
     def memory(self) -> Found:
         engine, requests = self.engine(None, self.sizes.batches[1]), self.sizes.batches[1]
@@ -336,37 +295,34 @@ class Padded(Group):
 class Llama8B(Group):
     """The shape of Llama 3.1 8B with random weights: what the target itself takes."""
 
-    @classmethod
-    def rows(cls) -> list[Row]:
-        steps = [Row(f"8B: step behind {each:,} tokens", "ms", partial(cls.step, place)) for place, each in
-                 enumerate(FULL.contexts)]  # fmt: skip
-        many = [
-            Row(f"8B: {count} prompts of {tokens}, 64 new tokens", "tokens/s", partial(cls.many, place, part), bar)
+    ROWS = (
+        Row("8B: floor of a plain step", "ms", methodcaller("floor")),
+        *(
+            Row(f"8B: step behind {context:,} tokens", "ms", methodcaller("step", place))
+            for place, context in enumerate(FULL.contexts)
+        ),
+        Row("8B: plain step behind 512 tokens, over the floor", "x", methodcaller("over_floor"), ">= 0.80"),
+        Row("8B: step behind 32,768 tokens over one behind 512", "x", methodcaller("longest_over_first"), "<= 1.4"),
+        Row("8B: kernels of a plain step", "ms", methodcaller("kernels")),
+        Row("8B: reading 8,192 tokens", "tokens/s", methodcaller("reading"), ">= 25,000"),
+        *(
+            Row(f"8B: {count} prompts of {tokens}, 64 new tokens", "tokens/s", methodcaller("many", place, part), bar)
             for count, tokens, place, part, bar in (
                 (64, 256, 0, 2, None),
                 (64, 512, 0, 1, ">= 1,900"),
                 (128, 512, 1, 1, None),
                 (256, 512, 2, 1, ">= 2,400"),
             )
-        ]
-        alone = [
-            Row(f"8B: decoding steps alone, {count} rows", "tokens/s", partial(cls.alone, place), bar)
+        ),
+        *(
+            Row(f"8B: decoding steps alone, {count} rows", "tokens/s", methodcaller("alone", place), bar)
             for count, place, bar in ((64, 0, ">= 6,500"), (256, 2, ">= 12,000"))
-        ]
-        return [
-            Row("8B: floor of a plain step", "ms", cls.floor),
-            *steps,
-            Row("8B: plain step behind 512 tokens, over the floor", "x", cls.over_floor, ">= 0.80"),
-            Row("8B: step behind 32,768 tokens over one behind 512", "x", cls.longest_over_first, "<= 1.4"),
-            Row("8B: kernels of a plain step", "ms", cls.kernels),
-            Row("8B: reading 8,192 tokens", "tokens/s", cls.reading, ">= 25,000"),
-            *many,
-            *alone,
-            Row("8B: 8,192 tokens behind 64 prompts of 512, until all are answered", "s", cls.behind_many),
-            Row("8B: the same, allocated beyond weights and pages", "GiB", cls.beyond, "<= 1.4"),
-            Row("8B: making an EAGLE-3 draft, 16 nodes", "ms", cls.eagle, "<= 1.0"),
-            Row("8B: memory left once engine and model are deleted", "GiB", cls.left, "<= 1"),
-        ]
+        ),
+        Row("8B: 8,192 tokens behind 64 prompts of 512, until all are answered", "s", methodcaller("behind_many")),
+        Row("8B: the same, allocated beyond weights and pages", "GiB", methodcaller("beyond"), "<= 1.4"),
+        Row("8B: making an EAGLE-3 draft, 16 nodes", "ms", methodcaller("eagle"), "<= 1.0"),
+        Row("8B: memory left once engine and model are deleted", "GiB", methodcaller("left"), "<= 1"),
+    )
 
     def load(self) -> LanguageModel:
         sizes = self.sizes
@@ -397,21 +353,25 @@ class Llama8B(Group):
     def steps_s(self) -> dict[int, float]:
         return {}
 
+    @contextmanager
+    def behind(self, context: int) -> Iterator[Callable[[], float]]:
+        """What takes a plain step's forward behind a text of zeros, whatever these are worth, and gives its seconds."""
+        cache = self.target.new_cache()
+        try:
+            cache.reserve(context)
+            cache.commit(range(context))
+            yield partial(self._step_s, cache, torch.zeros(1, dtype=torch.int64))
+        finally:
+            self.target.release_cache(cache)
+
     def seconds_behind(self, context: int) -> float:
-        """Of a plain step's forward behind a text of zeros, whatever these are worth; the median of some."""
+        """The median of some."""
         if context not in self.steps_s:
-            cache = self.target.new_cache()
-            try:
-                cache.reserve(context)
-                cache.commit(range(context))
-                token = torch.zeros(1, dtype=torch.int64)
-                found = []
-                settle(lambda: self._step_s(cache, token), lambda: self.target.warmups)
-                began = time.perf_counter()
+            with self.behind(context) as step_s:
+                settle(step_s, lambda: self.target.warmups)
+                found, began = [], time.perf_counter()
                 while len(found) < 5 or (len(found) < 40 and time.perf_counter() - began < 1.0):
-                    found.append(self._step_s(cache, token))
-            finally:
-                self.target.release_cache(cache)
+                    found.append(step_s())
             self.steps_s[context] = median(found)
         return self.steps_s[context]
 
@@ -423,10 +383,9 @@ class Llama8B(Group):
         cache.commit(())
         return seconds
 
-    @staticmethod
-    def step(place: int, group: Llama8B) -> Found:
-        context = group.sizes.contexts[place]
-        return 1e3 * group.seconds_behind(context), {"context": context}
+    def step(self, place: int) -> Found:
+        context = self.sizes.contexts[place]
+        return 1e3 * self.seconds_behind(context), {"context": context}
 
     def over_floor(self) -> Found:
         return self.floor_s / self.seconds_behind(self.sizes.contexts[0]), {"floor_ms": 1e3 * self.floor_s}
@@ -439,15 +398,10 @@ class Llama8B(Group):
         activity = torch.profiler.ProfilerActivity
         on_device = self.device.type == "cuda"
         self.seconds_behind(self.sizes.contexts[0])
-        cache, token = self.target.new_cache(), torch.zeros(1, dtype=torch.int64)
-        try:
-            cache.reserve(self.sizes.contexts[0])
-            cache.commit(range(self.sizes.contexts[0]))
-            with torch.profiler.profile(activities=[activity.CUDA if on_device else activity.CPU]) as profile:
-                for _ in range(_PROFILED):
-                    self._step_s(cache, token)
-        finally:
-            self.target.release_cache(cache)
+        kind = activity.CUDA if on_device else activity.CPU
+        with self.behind(self.sizes.contexts[0]) as step_s, torch.profiler.profile(activities=[kind]) as profile:
+            for _ in range(_PROFILED):
+                step_s()
         found = [
             (event.self_device_time_total if on_device else event.self_cpu_time_total, event.count, event.key)
             for event in profile.key_averages()
@@ -466,24 +420,22 @@ class Llama8B(Group):
             _, seconds = answered(self.engine, [each], SamplingParams(1, ignore_eos=True))
         return len(prompt) / seconds, {"tokens": tokens, "seconds": seconds}
 
-    @staticmethod
-    def many(place: int, part: int, group: Llama8B) -> Found:
+    def many(self, place: int, part: int) -> Found:
         """New tokens a second, prompts included, which are the usual ones or a part of them."""
-        count, sizes = group.sizes.together[place], group.sizes
+        count, sizes = self.sizes.together[place], self.sizes
         prompt, params = sizes.prompt // part, SamplingParams(sizes.answer, ignore_eos=True)
-        answers, seconds = answered(group.engine, group.texts(count, prompt), params)
+        answers, seconds = answered(self.engine, self.texts(count, prompt), params)
         rate = sum(len(each.token_ids) for each in answers) / seconds
         return rate, {"requests": count, "prompt": prompt, "tokens": sizes.answer}
 
-    @staticmethod
-    def alone(place: int, group: Llama8B) -> Found:
+    def alone(self, place: int) -> Found:
         """Of steps in which all requests write; short prompts and long answers, so that there are some."""
-        count, sizes, engine = group.sizes.together[place], group.sizes, group.engine
+        count, sizes, engine = self.sizes.together[place], self.sizes, self.engine
         prompt, answer = sizes.prompt // 4, sizes.answer + count // 2
         records: list[StepRecord] = []
         engine.listeners[:] = [records.append]
         try:
-            answered(engine, group.texts(count, prompt), SamplingParams(answer, ignore_eos=True))
+            answered(engine, self.texts(count, prompt), SamplingParams(answer, ignore_eos=True))
         finally:
             engine.listeners.clear()
         steps = [each.total_s for each in records if len(each.requests) == count and not each.prefill]
@@ -495,7 +447,8 @@ class Llama8B(Group):
         """Seconds until all are answered, and the most bytes that were allocated beyond weights and pages."""
         engine, sizes = self.engine, self.sizes
         prompts = [*self.texts(sizes.together[0], sizes.prompt), *self.texts(1, sizes.long)]
-        reset_peak(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         _, seconds = answered(engine, prompts, SamplingParams(sizes.answer, ignore_eos=True))
         pool = self.target.pool
         pages = None if pool is None else pool.most_bytes  # reserved, whoever uses them
@@ -543,10 +496,7 @@ def made(make: Callable[[], Made], device: torch.device, dtype: torch.dtype) -> 
 
 
 def answered(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    speculation: Speculation | None = None,
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, speculation: Speculation | None = None
 ) -> tuple[list[Answer], float]:
     """Answers to prompts that come together, and the seconds until the last.
 
@@ -580,8 +530,3 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)

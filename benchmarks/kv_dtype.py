@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for dtype in options.dtypes:
         models = {name: load_model(options.model, dtype=dtype, kv_dtype=name) for name in ("auto", "int8")}
-        ids = [ids_of(models["auto"], each) for each in options.texts]
+        ids = [read_text(models["auto"], each) for each in options.texts]
         found = {
             "model": options.model,
             "dtype": dtype,
@@ -56,7 +56,7 @@ def main() -> None:
         print(json.dumps(found))
 
 
-def ids_of(model: LanguageModel, text: Path) -> Tensor:
+def read_text(model: LanguageModel, text: Path) -> Tensor:
     assert model.tokenizer is not None
     return torch.tensor(model.tokenizer.encode(text.read_text(encoding="utf-8")[: 1 << 16]))
 

@@ -21,13 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
 
-from common import RESULTS, Lines, note
+from common import RESULTS, Lines, ids_of, note
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters.specs import from_spec
@@ -76,19 +77,16 @@ def main() -> None:
         if not any(each["what"] == "version" and each["version"] == version for each in lines.records):
             lines.add({"what": "version", "version": version, **measured(options, target, held, version)})
     for turn in range(sum(each["what"] == "turn" for each in lines.records), options.turns):
-        lines.add({"what": "turn", "turn": turn, **{kind: one_turn(kind) for kind in order(turn)}})
+        order = ("with", "without") if turn % 2 else ("without", "with")
+        lines.add({"what": "turn", "turn": turn, **{kind: one_turn(kind) for kind in order}})
     lines.add(summary(lines.records, traffic))
     print(json.dumps(lines.records[-1], indent=1))
 
 
 def encoded(target: LanguageModel, files: Sequence[Path]) -> list[list[int]]:
-    tokenizer = target.tokenizer
-    assert tokenizer is not None
     sets = [texts_in(file) for file in files]
-    texts = [each[place][:_LONGEST] for place in range(max(map(len, sets))) for each in sets if place < len(each)]
-    if tokenizer.chat_template:
-        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    return [tokenizer.encode(text) for text in texts]
+    places = range(max(map(len, sets)))
+    return ids_of(target, [each[place][:_LONGEST] for place in places for each in sets if place < len(each)])
 
 
 def texts_in(path: Path) -> list[str]:
@@ -98,10 +96,6 @@ def texts_in(path: Path) -> list[str]:
     return [f"Continue this file:\n\n{text}" for text in texts if len(text) > _LONGEST]
 
 
-def repeated(prompts: Sequence[list[int]], count: int) -> list[list[int]]:
-    return [prompts[number % len(prompts)] for number in range(count)]
-
-
 def asked_in_turn(
     options: argparse.Namespace, target: LanguageModel, asked: dict[str, list[list[int]]]
 ) -> dict[str, Any]:
@@ -109,7 +103,7 @@ def asked_in_turn(
     shutil.rmtree(options.folder, ignore_errors=True)
     learner = Learner(options.folder, share=options.share)
     engine = Engine(target, from_spec(options.drafter, target), controller="fixed", learner=learner, entropy=1)
-    prompts = repeated(asked["old"], options.shift) + repeated(asked["new"], options.requests)
+    prompts = [*islice(cycle(asked["old"]), options.shift), *islice(cycle(asked["new"]), options.requests)]
     versions: list[int] = []
     calls: list[tuple[int, int]] = []
     began = time.monotonic()
@@ -126,9 +120,9 @@ def asked_in_turn(
     status = learner.status
     learner.close()
     how = {name: getattr(options, name) for name in ("shift", "requests", "max_tokens", "share")}
+    how |= {name: getattr(status, name) for name in ("promotions", "rollbacks", "trials", "time_share", "failures")}
     about = {"machine": machine_facts(), "dtype": dtype_name(target.dtype), "seconds": time.monotonic() - began}
-    done = {name: getattr(status, name) for name in ("promotions", "rollbacks", "trials", "time_share", "failures")}
-    return {"what": "traffic", **how, **done, **about, "versions": versions, "tokens_and_calls": calls}
+    return {"what": "traffic", **how, **about, "versions": versions, "tokens_and_calls": calls}
 
 
 def params_of(options: argparse.Namespace, number: int) -> SamplingParams:
@@ -162,16 +156,11 @@ def timed(options: argparse.Namespace, target: LanguageModel, prompts: list[list
     learner = Learner(share=options.share) if learns else None
     engine = Engine(target, from_spec(options.drafter, target), controller="fixed", learner=learner, entropy=3)
     tokens, began = 0, 0.0
-    for number, prompt in enumerate(repeated(prompts, options.timed + _WARM)):
+    for number, prompt in enumerate(islice(cycle(prompts), options.timed + _WARM)):
         if number == _WARM:
             tokens, began = 0, time.perf_counter()
         tokens += len(engine.generate(prompt, params_of(options, number)).token_ids)
     return tokens / (time.perf_counter() - began)
-
-
-def order(turn: int) -> tuple[str, str]:
-    """Which comes first in a turn."""
-    return ("with", "without") if turn % 2 else ("without", "with")
 
 
 def one_turn(kind: str) -> float:

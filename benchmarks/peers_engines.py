@@ -19,21 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common import ROOT, asked_once, exported, note
 from relabelled import save_relabelled
-from servers import (
-    LLAMA_CPP,
-    LLAMA_SERVER,
-    PATIENCE_S,
-    SERVED_NAME,
-    VLLM,
-    Drafting,
-    Launch,
-    llamacpp_launch,
-    serving,
-    vllm_launch,
-)
+from servers import LLAMA_CPP, LLAMA_SERVER, VLLM, Drafting, Launch, answering, llamacpp_launch, vllm_launch
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Peer
-from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.measure.peers.transformers import AssistedSetting, Generate, Way, assisted_way, lookup_way, universal_way
 from truedraft.models.base import LanguageModel
 from truedraft.text import Tokenizer
@@ -44,6 +32,7 @@ NGRAM = 2
 OTHER_MERGES = 2000
 """Of the draft's tokenizer left out, so that it is another than the target's."""
 SETTING = AssistedSetting(f"{DRAFT_TOKENS} tokens", DRAFT_TOKENS, "constant", 0.0)
+_IN_LLAMACPP = str(Path(__file__).with_name("peers_llamacpp.py"))
 
 
 @dataclass(frozen=True)
@@ -70,22 +59,18 @@ class EngineWay:
 
 
 def engine_ways() -> list[EngineWay]:
-    drafts: dict[str, Callable[[Callable[[str], Path]], Drafting | None]] = {
-        "plain": lambda model: None,
-        "draft model": lambda model: Drafting(DRAFT_TOKENS, model("draft"), NGRAM),
-        "n-grams": lambda model: Drafting(DRAFT_TOKENS, None, NGRAM),
-    }
     ways: dict[str, Callable[[], Way]] = {
         "plain": Way,
         "prompt lookup": lookup_way,
         "assisted": lambda: assisted_way(stock("draft"), SETTING),
         "assisted, other tokenizer": universal,
     }
+    servers = {"vllm": vllm, "llama.cpp": llamacpp}
     return [
-        *(EngineWay("vllm", way, partial(served, partial(vllm, way, drafting))) for way, drafting in drafts.items()),
         *(
-            EngineWay("llama.cpp", way, partial(served, partial(llamacpp, way, drafting)))
-            for way, drafting in drafts.items()
+            EngineWay(engine, way, partial(served, partial(launch, f"{engine} {way}", way)))
+            for engine, launch in servers.items()
+            for way in ("plain", "draft model", "n-grams")
         ),
         *(
             EngineWay("transformers", name, partial(in_process, way), (1, 8) if name == "plain" else (1,))
@@ -97,13 +82,8 @@ def engine_ways() -> list[EngineWay]:
 @contextlib.contextmanager
 def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Running]:
     started = launch()
-    ends = target.eos_token_ids
-    tokenizer = Tokenizer.load(str(model_folder("target")))
-    with serving(started, RUNS, note, PATIENCE_S) as server, contextlib.ExitStack() as stack:
-        endpoint = Endpoint.open(
-            server.url, SERVED_NAME, tokenizer=tokenizer, vocab_size=target.vocab_size, eos_token_ids=ends, tell=note
-        )
-        stack.callback(endpoint.close)
+    about = {"vocab_size": target.vocab_size, "eos_token_ids": target.eos_token_ids, "tell": note}
+    with answering(started, RUNS, tokenizer=Tokenizer.load(str(model_folder("target"))), **about) as (server, endpoint):
         words = " ".join(started.words).replace(f"{ROOT}/", "")
         yield Running(lambda together, seed: endpoint, server.check, words)
 
@@ -118,14 +98,18 @@ def in_process(way: Callable[[], Way], target: LanguageModel) -> Iterator[Runnin
     yield Running(peer, lambda: None)
 
 
-def vllm(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
+def drafting(way: str, model: Callable[[str], Path]) -> Drafting | None:
+    return None if way == "plain" else Drafting(DRAFT_TOKENS, model("draft") if way == "draft model" else None, NGRAM)
+
+
+def vllm(name: str, way: str) -> Launch:
     """vLLM's server; the prompt cache is switched off, as a cached prompt is computed in other shapes."""
-    how, more = drafting(model_folder), ["--no-enable-prefix-caching"]
-    return vllm_launch(f"vllm {way}", VLLM, model_folder("target"), how, more)
+    more = ["--no-enable-prefix-caching"]
+    return vllm_launch(name, VLLM, model_folder("target"), drafting(way, model_folder), more)
 
 
-def llamacpp(way: str, drafting: Callable[[Callable[[str], Path]], Drafting | None]) -> Launch:
-    return llamacpp_launch(f"llama.cpp {way}", LLAMA_SERVER, gguf("target"), drafting(gguf))
+def llamacpp(name: str, way: str) -> Launch:
+    return llamacpp_launch(name, LLAMA_SERVER, gguf("target"), drafting(way, gguf))
 
 
 def universal() -> Way:
@@ -161,12 +145,10 @@ def gguf(name: str) -> Path:
     """
     out = RUNS / f"{name}.gguf"
     if not out.exists():
-        source = LLAMA_CPP / "src" / "vendor" / "llama.cpp"
-        python = LLAMA_CPP / "bin" / "python"
+        python, source = LLAMA_CPP / "bin" / "python", LLAMA_CPP / "src" / "vendor" / "llama.cpp"
         if not python.exists():
             raise PeerError(f"there is no {python}; `make certify-peers` makes it")
-        script = Path(__file__).with_name("peers_llamacpp.py")
-        command = [str(python), str(script), "convert", str(source), str(model_folder(name)), str(out)]
+        command = [str(python), _IN_LLAMACPP, "convert", str(source), str(model_folder(name)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             out.unlink(missing_ok=True)
@@ -180,7 +162,7 @@ def llamacpp_surprise(file: Path, pieces: Sequence[Sequence[int]], threads: int)
     Raises:
         ChildEndedError: it died; its message is on standard error.
     """
-    words = [str(Path(__file__).with_name("peers_llamacpp.py")), "surprise", str(file), str(threads)]
+    words = [_IN_LLAMACPP, "surprise", str(file), str(threads)]
     places = {"PYTHONPATH": str(LLAMA_CPP / "src"), "LLAMA_CPP_LIB_PATH": str(LLAMA_SERVER.parent)}
     found: float = asked_once(words, {"pieces": pieces}, LLAMA_CPP / "bin" / "python", os.environ | places)
     return found

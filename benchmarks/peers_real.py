@@ -24,20 +24,23 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from common import RESULTS, ROOT, ChildEndedError, Lines, asked_once, note
+from common import RESULTS, ROOT, Child, ChildEndedError, Lines, asked_once, note
 from peers_engines import llamacpp_surprise
-from peers_ways import DRAFTED, OURS, Engines, Turn, Weights, opened
+from peers_ours import ASSISTED
 from real_prompts import SETS, TEMPERATURES
-from servers import LLAMA_SERVER
+from servers import LLAMA_SERVER, PATIENCE_S, VLLM, Drafting, Launch, answering, llamacpp_launch, vllm_launch
+from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.machine import machine_facts
 from truedraft.measure.bench.prompts import read_questions, spread
+from truedraft.measure.bench.runs import rotated
+from truedraft.measure.peers import Question
+from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.models.embedded import smollm2_file
-from turns import rotated
 
 OUT = RESULTS / "peers_real.jsonl"
 DRAFT_FILE = ROOT / "packages" / "truedraft-smollm2" / "src" / "truedraft_smollm2" / "draft" / "draft-Q4_0.gguf"
@@ -53,6 +56,185 @@ PIECES, PIECE_TOKENS = 2, 256
 KEY = ("cell", "weights", "name", "temperature", "round")
 """Fields of a line that are unique in a file for one commit."""
 Key = tuple[Any, ...]
+RUNS = ROOT / "runs" / "peers_real"
+OPENVINO = ROOT / ".venv-openvino"
+OURS = str(Path(__file__).with_name("peers_ours.py"))
+DRAFTED = {"llama.cpp": 4, "OpenVINO": 4, "vLLM": 4}
+"""Tokens that engines draft at a time with our draft model, which keeps 2.9 of four and one, and with n-grams."""
+VLLM_CACHE_GB = "1"
+NEVER = -100.0
+
+
+# ------------------------------------------------------------------- engines, each loaded once, in a process of its own
+
+
+@dataclass(frozen=True)
+class Weights:
+    name: str
+    path: Path
+    draft: Path | None = None
+    chat: bool = True
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all engines do, one behind the other: prompts, as token ids, are answered together.
+
+    `number` is that of the round, and the seed for engines that would answer alike without one.
+    """
+
+    cell: str
+    name: str
+    prompts: Sequence[Sequence[int]]
+    max_tokens: int
+    temperature: float = 0.0
+    number: int = 0
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether answers go on behind the token that ends them."""
+        return self.cell != "requests"
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """A way of a child process; `most` is how many prompts it takes at once."""
+
+    child: Child
+    way: str
+    eos: Sequence[int]
+    most: int = 8
+
+    def tokens(self, turn: Turn) -> int:
+        how = {"max_tokens": turn.max_tokens, "temperature": turn.temperature, "seed": turn.number}
+        what = {"way": self.way, "prompts": [list(prompt) for prompt in turn.prompts], "eos": list(self.eos)}
+        return int(self.child.ask(what | how | {"ignore_eos": turn.ignore_eos}))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A way of a server; likewise."""
+
+    endpoint: Endpoint
+    eos: Sequence[int]
+    most: int = 8
+
+    def tokens(self, turn: Turn) -> int:
+        """Likewise; where a server does not go on behind an end, the end is forbidden."""
+        end: dict[str, Any] = {"ignore_eos": True}
+        if "ignore_eos" not in self.endpoint.facts.takes:
+            end = {"logit_bias": dict.fromkeys(self.eos, NEVER)}
+        params = SamplingParams(turn.max_tokens, turn.temperature, **(end if turn.ignore_eos else {}))
+        total = 0
+        for reply in self.endpoint.ask([Question(tuple(prompt), params) for prompt in turn.prompts]):
+            if isinstance(reply, PeerError):
+                raise reply
+            total += len(reply.token_ids)
+        return total
+
+
+Way: TypeAlias = InProcess | Served
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines over some weights.
+
+    Attributes:
+        ours: the process of truedraft.
+        facts: about ours, and the versions and commands of the others.
+        ways: by name; an engine that cannot be opened is told of and left out.
+    """
+
+    ours: Child
+    facts: dict[str, Any]
+    ways: dict[str, Way]
+
+    def encoded(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
+        found: list[list[int]] = self.ours.ask({"texts": list(texts), "chat": chat})["ids"]
+        return found
+
+    def add(self, child: Child, engine: str, ways: Sequence[str], eos: Sequence[int], most: int = 8) -> None:
+        self.ways.update({f"{engine} {way}": InProcess(child, way, eos, most) for way in ways})
+
+
+@contextlib.contextmanager
+def opened(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Engines]:
+    """truedraft and the engines that are asked for over some weights, which end with the block."""
+    drafting = weights.draft is not None
+    with contextlib.ExitStack() as stack:
+        ours = _started(stack, [OURS, "truedraft", str(threads), str(weights.path), "all" if drafting else "plain"])
+        facts = ours.ask({"texts": [], "chat": False})
+        eos = list(facts["eos"])
+        found = Engines(ours, {"ours": facts}, {})
+        found.add(ours, "truedraft", ("plain", "auto") if drafting else ("plain",), eos)
+        for launch in _servers(weights, threads, only):
+            with _left_out(launch.name):
+                about = {"vocab_size": facts["vocab_size"], "eos_token_ids": eos, "timeout_s": PATIENCE_S}
+                _, endpoint = stack.enter_context(answering(launch, RUNS, **about))
+                found.ways[launch.name] = Served(endpoint, eos)
+                found.facts[launch.name] = {"version": endpoint.facts.version, "command": " ".join(launch.words)}
+        if "OpenVINO" in only and weights.is_file:
+            with _left_out("OpenVINO"):
+                python = OPENVINO / "bin" / "python"
+                if not python.exists():
+                    raise PeerError(f"there is no {python}; `make bench-peers` makes it")
+                script = str(Path(__file__).with_name("peers_openvino.py"))
+                words = [script, str(weights.path), str(weights.draft or "-"), str(threads)]
+                child = _started(stack, [*words, str(DRAFTED["OpenVINO"]), str(RUNS / "openvino")], python)
+                found.add(child, "OpenVINO", ("plain", "lookup", "draft") if drafting else ("plain",), eos)
+                found.facts["OpenVINO"] = {"version": package_version(python, "openvino-genai")}
+        if "transformers" in only and not weights.is_file:
+            with _left_out("transformers"):
+                child = _started(stack, [OURS, "transformers", str(threads), str(weights.path), str(weights.draft)])
+                found.add(child, "transformers", ("plain",), eos)
+                found.add(child, "transformers", ("lookup", *ASSISTED), eos, most=1)
+        yield found
+
+
+@contextlib.contextmanager
+def _left_out(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (PeerError, ChildEndedError, OSError) as error:
+        note(f"{name} is left out: {error}")
+
+
+def _started(stack: contextlib.ExitStack, words: list[str], python: Path | None = None) -> Child:
+    child = Child(words, python=python)
+    stack.callback(child.close)
+    child.read()
+    return child
+
+
+def _servers(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Launch]:
+    """llama.cpp's server for a file and vLLM's for a folder: plain and, with a draft model, drafting both ways."""
+    engine, draft = "llama.cpp" if weights.is_file else "vLLM", weights.draft
+    if engine not in only:
+        return
+    tokens, ngram = DRAFTED[engine], 2 if weights.is_file else 3
+    ways = {"plain": None, "ngram": Drafting(tokens, None, ngram), "draft": Drafting(tokens, draft)}
+    for way, drafting in ways.items() if draft else [("plain", None)]:
+        name = f"{engine} {way}"
+        if weights.is_file:
+            # Behind the launch's own words: all cores, and nothing kept of an earlier prompt.
+            more = ["--threads", str(threads), "--threads-batch", str(threads), "--no-cache-prompt", "--cache-ram", "0"]
+            yield llamacpp_launch(name, LLAMA_SERVER, weights.path, drafting, more)
+        else:
+            launch = vllm_launch(name, VLLM, weights.path, drafting, ["--no-enable-prefix-caching"])
+            yield replace(launch, environment={**launch.environment, "VLLM_CPU_KVCACHE_SPACE": VLLM_CACHE_GB})
+
+
+def package_version(python: Path, package: str) -> str:
+    words = [str(python), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
+# ------------------------------------------------------------------------------------------------------------- cells
 
 
 def done(kept: Lines) -> set[Key]:
@@ -73,12 +255,12 @@ def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iter
     for number in range(asked.rounds):
         for heat in TEMPERATURES:
             for name, prompts in {"one": mixed[:1], "eight": mixed}.items():
-                yield Turn("decode", name, prompts, most, heat, ignore_eos=True, number=number, alone=True)
-        yield Turn("first", f"{LONG} tokens", [long], 1, ignore_eos=True, number=number)
+                yield Turn("decode", name, prompts, most, heat, number)
+        yield Turn("first", f"{LONG} tokens", [long], 1, number=number)
     for number in range(asked.whole_rounds):
         for heat in TEMPERATURES:
             for name, prompt in ids.items():
-                yield Turn("requests", name, [prompt], most, heat, number=number)
+                yield Turn("requests", name, [prompt], most, heat, number)
 
 
 def questions(folder: Path, limit: int) -> list[tuple[str, str]]:
@@ -100,7 +282,7 @@ def taken(turn: Turn, engines: Engines) -> dict[str, dict[str, Any]]:
             # Behind another engine caches are cold, and its threads may still wait on a core.
             way.tokens(replace(turn, prompts=[turn.prompts[0][:WARM_UP]], max_tokens=1))
             first_s = None
-            if turn.alone:
+            if turn.cell == "decode":
                 began = time.perf_counter()
                 way.tokens(replace(turn, max_tokens=1))
                 first_s = time.perf_counter() - began

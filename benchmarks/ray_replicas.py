@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -33,7 +34,7 @@ import ray
 
 from common import RESULTS, Lines, note
 from servers import PORT, Launch, Server
-from soak import PROMPTS, exchange, expected_answers, judged
+from soak import PROMPTS, Expected, exchange, expected_answers, judged
 from truedraft import Engine, load_model
 
 _REPLICAS = 2
@@ -41,7 +42,7 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # 
 _QUESTIONS = ("The capital of France is", "def fibonacci(n):", "Once upon a time", "Water boils at")
 
 
-def draw(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> tuple[str, dict[str, Any], str | None]:
+def draw(chance: random.Random, expected: Expected) -> tuple[str, dict[str, Any], str | None]:
     prompt, tokens, seed = chance.choice(PROMPTS), chance.choice((4, 8, 16)), chance.randrange(-1, 4)
     body: dict[str, Any] = {"max_tokens": tokens, "stream": chance.random() < 0.5}
     body |= {"temperature": 0} if seed < 0 else {"temperature": 1.0, "seed": seed}
@@ -84,9 +85,7 @@ def served_by(words: Sequence[str], logs: Path, count: int, name: str) -> Iterat
 ON_RAY = ("--ray", "--replicas", str(_REPLICAS), "--threads", "1")
 
 
-async def under_kills(
-    server: Server, asked: argparse.Namespace, expected: dict[tuple[str, int, int], str]
-) -> Counter[str]:
+async def under_kills(server: Server, asked: argparse.Namespace, expected: Expected) -> Counter[str]:
     chance, numbers, came = random.Random(asked.seed), iter(range(asked.requests)), Counter[str]()
 
     async def client() -> None:
@@ -169,24 +168,17 @@ def throughput(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
         for ports in ways.values():
             asyncio.run(load(ports, "the first book", 8, 8, 8, False))
         for turn in range(asked.turns):
-            for way, streamed in [
-                (way, kind) for kind in (False, True) for way in list(ways)[:: 1 if turn % 2 else -1]
-            ]:
-                rate = asyncio.run(
-                    load(ways[way], f"book {turn}{streamed:d}", asked.load, asked.load_clients, 48, streamed)
-                )
-                rates.setdefault(name := f"{way}{' streamed' if streamed else ''}", []).append(rate)
+            for streamed, way in itertools.product((False, True), list(ways)[:: 1 if turn % 2 else -1]):
+                of, name = f"book {turn}{streamed:d}", f"{way}{' streamed' if streamed else ''}"
+                rate = asyncio.run(load(ways[way], of, asked.load, asked.load_clients, 48, streamed))
+                rates.setdefault(name, []).append(rate)
                 note(f"{name}: {rate:.1f} tokens a second")
     middle = {name: statistics.median(values) for name, values in rates.items()}
     shares = {"share": middle["ray"] / middle["direct"]}
     shares["share_streamed"] = middle["ray streamed"] / middle["direct streamed"]
-    sizes = {
-        "requests": asked.load,
-        "clients": asked.load_clients,
-        "turns": asked.turns,
-        "model": asked.throughput_model,
-    }
-    return {"part": "throughput", **sizes, "tokens_per_s": rates, **shares}
+    sizes = {"requests": asked.load, "clients": asked.load_clients, "turns": asked.turns}
+    about = {"part": "throughput", **sizes, "model": asked.throughput_model}
+    return about | {"tokens_per_s": rates, **shares}
 
 
 def kills(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
@@ -201,15 +193,8 @@ def kills(asked: argparse.Namespace, logs: Path) -> dict[str, Any]:
     killed = came.pop("killed", 0)
     held = not wrong and bool(left) and not any(left.values()) and came.total() == asked.requests
     sizes = {"requests": asked.requests, "clients": asked.clients, "kill_every_s": asked.kill_every}
-    return {
-        "part": "kills",
-        **sizes,
-        "seconds": seconds,
-        "killed": killed,
-        "came": dict(came),
-        "left_over": left,
-        "held": held,
-    }
+    what = {"seconds": seconds, "killed": killed, "came": dict(came), "left_over": left, "held": held}
+    return {"part": "kills", **sizes, **what}
 
 
 def main() -> int:

@@ -13,18 +13,19 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
-from common import ROOT
+from common import ROOT, note
 from truedraft.errors import PeerError
+from truedraft.measure.peers.endpoint import Endpoint
 
 PORT = "{port}"
 """Stands in a command where the port belongs."""
-
 SERVED_NAME = "model"
 """What servers call the model they serve."""
 VLLM, LLAMA_CPP = ROOT / ".venv-vllm", ROOT / ".venv-llamacpp"
@@ -33,10 +34,10 @@ VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 LLAMA_SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
 PATIENCE_S = 1200.0
 """vLLM compiles before it answers, which takes minutes where others use the cores."""
-_PATIENCE_S = 600.0
 _STOP_S = 60.0
 _NOTE_EVERY_S = 10.0
 _LAST_LINES = 3
+_EXPORT, _MAKE = "truedraft export", "make certify-peers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,12 @@ class Launch:
         name: for its log and for reports.
         words: of its command; `PORT` stands where it is told its port.
         environment: beside this process's own.
-        health: the path that answers 200 as soon as requests are taken.
         needs: programs, folders and files without which it cannot start, each with the line that brings it.
     """
 
     name: str
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    health: str = "/health"
     needs: Mapping[Path, str] = field(default_factory=dict)
 
     def at(self, port: int) -> list[str]:
@@ -69,14 +68,12 @@ class Server:
     """
 
     def __init__(self, launch: Launch, logs: Path, port: int | None = None) -> None:
-        self.name = launch.name
-        self.launch = launch
-        self.port = free_port() if port is None else port
+        self.name, self.port = launch.name, free_port() if port is None else port
         for path, brings in launch.needs.items():
             if not path.exists():
                 raise PeerError(f"{launch.name} cannot start: there is no {path}; `{brings}` makes it")
         logs.mkdir(parents=True, exist_ok=True)
-        self.log = logs / f"{_file_name(launch.name)}.log"
+        self.log = logs / ("".join(each if each.isalnum() or each in "-." else "-" for each in launch.name) + ".log")
         environment = {**os.environ, **launch.environment}
         with self.log.open("w") as log:
             try:
@@ -94,7 +91,7 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait(self, note: Callable[[str], None] | None = None, patience_s: float = _PATIENCE_S) -> None:
+    def wait(self, patience_s: float = PATIENCE_S) -> None:
         """Until it is healthy.
 
         Raises:
@@ -104,25 +101,24 @@ class Server:
         while True:
             healthy, now = self._healthy(), time.monotonic()
             # Looked at behind its health: another server may have taken the port of one that ended.
-            if (status := self._process.poll()) is not None:
-                raise PeerError(f"{self.name} ended with status {status} before it answered; {self._log_words()}")
+            self.check(" before it answered")
             if healthy:
                 return
             if now - began > patience_s:
                 raise PeerError(f"{self.name} does not answer after {patience_s:.0f} s; {self._log_words()}")
-            if note is not None and now - told >= _NOTE_EVERY_S:
+            if now - told >= _NOTE_EVERY_S:
                 told = now
                 note(f"{self.name} is starting, {now - began:.0f} s: {''.join(self._last_lines(1))}")
             time.sleep(0.2)
 
-    def check(self) -> None:
+    def check(self, when: str = "") -> None:
         """Whether it still runs.
 
         Raises:
             PeerError: it does not; the log's last lines are told.
         """
         if (status := self._process.poll()) is not None:
-            raise PeerError(f"{self.name} died with status {status}; {self._log_words()}")
+            raise PeerError(f"{self.name} ended with status {status}{when}; {self._log_words()}")
 
     def stop(self) -> None:
         """End it, with whatever it has started: engines keep workers."""
@@ -138,12 +134,12 @@ class Server:
 
     def _healthy(self) -> bool:
         try:
-            return httpx2.get(self.url + self.launch.health, timeout=5.0, trust_env=False).status_code == 200
+            return httpx2.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
         except httpx2.HTTPError:
             return False
 
     def _last_lines(self, count: int) -> list[str]:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        lines = self.log.read_text(errors="replace").splitlines()
         return [line.strip() for line in lines if line.strip()][-count:]
 
     def _log_words(self) -> str:
@@ -152,9 +148,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(
-    launch: Launch, logs: Path, note: Callable[[str], None] | None = None, patience_s: float = _PATIENCE_S
-) -> Iterator[Server]:
+def serving(launch: Launch, logs: Path, patience_s: float = PATIENCE_S) -> Iterator[Server]:
     """A server that is healthy, and ended afterwards.
 
     Raises:
@@ -162,20 +156,26 @@ def serving(
     """
     server = Server(launch, logs)
     try:
-        server.wait(note, patience_s)
+        server.wait(patience_s)
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def answering(launch: Launch, logs: Path, **about: Any) -> Iterator[tuple[Server, Endpoint]]:
+    """A server with an endpoint that asks it, told `about` its model as `Endpoint.open` is."""
+    with (
+        serving(launch, logs) as server,
+        contextlib.closing(Endpoint.open(server.url, SERVED_NAME, **about)) as endpoint,
+    ):
+        yield server, endpoint
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +192,6 @@ class Drafting:
     model: Path | None = None
     ngram: int = 3
 
-    def check_model(self) -> dict[Path, str]:
-        return {} if self.model is None else {self.model: _EXPORT}
-
-
-_EXPORT = "truedraft export"
-_MAKE = "make certify-peers"
-_SEQUENCES = 32
-_SLOTS = 8
-_SLOT_TOKENS = 2048
-
 
 def vllm_launch(
     name: str,
@@ -211,21 +201,18 @@ def vllm_launch(
     more: Sequence[str] = (),
     program: Sequence[str] = VLLM_SERVER,
 ) -> Launch:
-    started = (str(venv / "bin" / "python"), *program, "--model", str(target))
-    named = ("--host", "127.0.0.1", "--port", PORT, "--served-model-name", SERVED_NAME, "--dtype", "bfloat16")
-    limits = ("--max-num-seqs", str(_SEQUENCES))
-    speculation = () if drafting is None else ("--speculative-config", json.dumps(_vllm_drafting(drafting)))
-    needs = {venv / "bin" / "vllm": _MAKE, target: _EXPORT, **({} if drafting is None else drafting.check_model())}
-    return Launch(name, (*started, *named, *limits, *speculation, *more), _vllm_environment(venv), needs=needs)
-
-
-def _vllm_drafting(drafting: Drafting) -> Mapping[str, object]:
-    if drafting.model is not None:
-        return {"method": "draft_model", "model": str(drafting.model), "num_speculative_tokens": drafting.tokens}
-    return {
-        "method": "ngram", "num_speculative_tokens": drafting.tokens,
-        "prompt_lookup_max": drafting.ngram, "prompt_lookup_min": 1,
-    }  # fmt: skip
+    words = [str(venv / "bin" / "python"), *program, "--model", str(target), "--host", "127.0.0.1", "--port", PORT]
+    words += ["--served-model-name", SERVED_NAME, "--dtype", "bfloat16", "--max-num-seqs", "32"]
+    needs = {venv / "bin" / "vllm": _MAKE, target: _EXPORT}
+    if drafting is not None:
+        tokens = {"num_speculative_tokens": drafting.tokens}
+        if drafting.model is not None:
+            how = {"method": "draft_model", "model": str(drafting.model), **tokens}
+            needs[drafting.model] = _EXPORT
+        else:
+            how = {"method": "ngram", **tokens, "prompt_lookup_max": drafting.ngram, "prompt_lookup_min": 1}
+        words += ["--speculative-config", json.dumps(how)]
+    return Launch(name, (*words, *more), _vllm_environment(venv), needs)
 
 
 def _vllm_environment(venv: Path) -> dict[str, str]:
@@ -241,37 +228,32 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
         (Path("/usr/lib"), "libtcmalloc.so.4"),
     )
     found = [next(iter(sorted(folder.rglob(name))), None) for folder, name in wanted]
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
     return {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "ONEDNN_MAX_CPU_ISA": "DEFAULT",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, _cores())),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "LD_PRELOAD": ":".join(str(path) for path in found if path is not None),
     }
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def llamacpp_launch(
     name: str, program: Path, target: Path, drafting: Drafting | None = None, more: Sequence[str] = ()
 ) -> Launch:
-    served = (str(program), "--model", str(target), "--alias", SERVED_NAME, "--host", "127.0.0.1", "--port", PORT)
-    # The context is shared among the slots. Its threads spin while they wait, which costs seconds on cores that others
-    # use too, so it gets one; words behind these say otherwise.
-    slots = ("--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * _SLOT_TOKENS), "--threads", "1")
-    speculation = () if drafting is None else _llamacpp_drafting(drafting)
-    needs = {program: _MAKE, target: _MAKE, **({} if drafting is None else drafting.check_model())}
-    return Launch(name, (*served, *slots, *speculation, *more), needs=needs)
-
-
-def _llamacpp_drafting(drafting: Drafting) -> tuple[str, ...]:
-    tokens = str(drafting.tokens)
-    if drafting.model is not None:
-        return "--model-draft", str(drafting.model), "--spec-type", "draft-simple", "--spec-draft-n-max", tokens
-    sizes = ("--spec-ngram-simple-size-n", str(drafting.ngram), "--spec-ngram-simple-size-m", tokens)
-    return "--spec-type", "ngram-simple", "--spec-draft-n-max", tokens, *sizes
+    words = [str(program), "--model", str(target), "--alias", SERVED_NAME, "--host", "127.0.0.1", "--port", PORT]
+    # The context, of 2,048 tokens for each slot, is shared among the slots. Its threads spin while they wait, which
+    # costs seconds on cores that others use too, so it gets one; words behind these say otherwise.
+    words += ["--parallel", "8", "--ctx-size", "16384", "--threads", "1"]
+    needs = {program: _MAKE, target: _MAKE}
+    if drafting is not None:
+        tokens = str(drafting.tokens)
+        if drafting.model is not None:
+            words += ["--model-draft", str(drafting.model), "--spec-type", "draft-simple", "--spec-draft-n-max", tokens]
+            needs[drafting.model] = _EXPORT
+        else:
+            words += ["--spec-type", "ngram-simple", "--spec-draft-n-max", tokens]
+            words += ["--spec-ngram-simple-size-n", str(drafting.ngram), "--spec-ngram-simple-size-m", tokens]
+    return Launch(name, (*words, *more), needs=needs)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -21,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,17 +66,7 @@ while True:
 """
 
 
-@dataclass(frozen=True)
-class Cell:
-    row: str
-    name: str
-
-
 class Measured(Server):
-    def warm(self) -> None:
-        self.wait(note)
-        asyncio.run(closed_loop(self.port, Load([Request("x", 2)], 1)))
-
     def main_thread_s(self) -> float:
         """Processor seconds of its first thread: the event loop, where the engine has threads of its own."""
         fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -86,11 +78,7 @@ class Measured(Server):
 
 
 def ours(
-    *more: str,
-    port: int = 8101,
-    name: str = "ours",
-    drafter: str = "draft,num_speculative_tokens=12",
-    size: str | None = SIZE,
+    *more: str, name: str = "ours", drafter: str = "draft,num_speculative_tokens=12", size: str | None = SIZE
 ) -> Measured:
     padded = [] if size is None else ["--pad-to", size]
     words = (
@@ -98,7 +86,20 @@ def ours(
         "--served-model-name", SERVED_NAME, "--drafter", drafter, "--no-playground", "--max-queue", "1024",
         *padded, *more,
     )  # fmt: skip
-    return Measured(Launch(name, words), RUNS, port)
+    return Measured(Launch(name, words), RUNS)
+
+
+@contextlib.contextmanager
+def warm(*servers: Measured) -> Iterator[None]:
+    """Servers that have answered a request, ended with the block."""
+    try:
+        for server in servers:
+            server.wait()
+            run(closed_loop(server.port, Load([Request("x", 2)], 1)))
+        yield
+    finally:
+        for server in servers:
+            server.stop()
 
 
 def prompts(count: int, tokens: int | None = None) -> list[str]:
@@ -111,11 +112,21 @@ def prompts(count: int, tokens: int | None = None) -> list[str]:
 
 
 class Kept(Lines):
-    def turns(self, cell: Cell) -> int:
-        return sum((line["row"], line["name"]) == (cell.row, cell.name) for line in self.records)
+    """Turns of cells; none is begun behind the end of the time."""
 
-    def keep(self, cell: Cell, found: Mapping[str, Any]) -> None:
-        self.add({**asdict(cell), **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
+    def __init__(self, path: Path, seconds: float) -> None:
+        super().__init__(path)
+        self._end = time.monotonic() + seconds
+
+    def turns(self, row: str, name: str, most: int = TURNS) -> Iterator[int]:
+        """Numbers of the turns of a cell that are to be measured, each to be kept before the next."""
+        while (done := sum((line["row"], line["name"]) == (row, name) for line in self.records)) < most:
+            if time.monotonic() >= self._end:
+                return
+            yield done
+
+    def keep(self, row: str, name: str, found: Mapping[str, Any]) -> None:
+        self.add({"row": row, "name": name, **found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def loads(clients: int, temperature: float, each: int = 4) -> Load:
@@ -130,60 +141,52 @@ def alike(temperature: float, turn: int) -> Load:
     return Load([Request(f"{start}\n\n{text}", 64, temperature) for text in texts], 8)
 
 
-def against_vllm(row: str, venv: Path, kept: Kept, left_s: Callable[[], float]) -> None:
+def against_vllm(row: str, venv: Path, kept: Kept) -> None:
     """The rows closed, open, shared, batch and first: both servers, in turns."""
     target, draft = exported(RUNS, "target", SIZE), Drafting(DRAFT_TOKENS, exported(RUNS, "draft"))
-    plain = row == "first"
-    caching = row == "shared"
-    off = () if caching else ("--prefix-cache-bytes", "0")
-    vllm_caching = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
-    servers = [
-        ours(*off, drafter="none" if plain else "draft,num_speculative_tokens=12"),
-        Measured(vllm_launch("vllm", venv, target, None if plain else draft, [vllm_caching]), RUNS, 8102),
-    ]
-    if row == "batch":
-        servers += [
-            ours(*off, port=8103, name="ours plain", drafter="none"),
-            Measured(vllm_launch("vllm plain", venv, target, None, [vllm_caching]), RUNS, 8104),
-        ]
-    try:
-        for server in servers:
-            server.warm()
-        for cell, work in _cells(row, kept):
-            while kept.turns(cell) < (BATCH_TURNS if row == "batch" else TURNS) and left_s() > 0:
-                kept.keep(cell, {server.name: asdict(work(server.port)) for server in servers})
-    finally:
-        for server in servers:
-            server.stop()
+    off = () if row == "shared" else ("--prefix-cache-bytes", "0")
+    caching = ["--enable-prefix-caching" if row == "shared" else "--no-enable-prefix-caching"]
+    servers = []
+    if row != "first":
+        servers += [ours(*off), Measured(vllm_launch("vllm", venv, target, draft, caching), RUNS)]
+    if row in ("first", "batch"):
+        name, vllm = ("ours", "vllm") if row == "first" else ("ours plain", "vllm plain")
+        servers += [ours(*off, name=name, drafter="none")]
+        servers += [Measured(vllm_launch(vllm, venv, target, None, caching), RUNS)]
+    with warm(*servers):
+        for name, work in _cells(row, kept):
+            for turn in kept.turns(row, name, BATCH_TURNS if row == "batch" else TURNS):
+                kept.keep(row, name, {server.name: asdict(run(work(server.port, turn))) for server in servers})
 
 
-def _cells(row: str, kept: Kept) -> Iterator[tuple[Cell, Callable[[int], LoadResult]]]:
+Work = Callable[[int, int], Coroutine[Any, Any, LoadResult]]
+"""A load on a port, in a turn."""
+
+
+def _cells(row: str, kept: Kept) -> Iterator[tuple[str, Work]]:
     if row == "first":
-        texts = prompts(TURNS * 2, 1400)
-        numbers = iter(range(1 << 30))
+        texts, numbers = prompts(TURNS * 2, 1400), itertools.count()
         yield (
-            Cell(row, "1,400 tokens"),
-            lambda port: run(closed_loop(port, Load([Request(texts[next(numbers) % len(texts)], 1)], 1))),
+            "1,400 tokens",
+            lambda port, turn: closed_loop(port, Load([Request(texts[next(numbers) % len(texts)], 1)], 1)),
         )
         return
     for temperature in (0.0,) if row == "batch" else (0.0, 0.8):
         way = "greedy" if temperature == 0.0 else f"temperature {temperature}"
         if row == "shared":
-            cell = Cell(row, f"8 clients, {way}")
-            yield cell, lambda port, cell=cell, t=temperature: run(closed_loop(port, alike(t, kept.turns(cell))))
-            continue
-        for clients in (16,) if row == "batch" else (1, 4, 8, 16):
-            load = loads(clients, temperature, each=2 if row == "batch" else 4)
-            if row != "open":
-                yield Cell(row, f"{clients} clients, {way}"), lambda port, load=load: run(closed_loop(port, load))
-        if row == "open":
-            capacity = _capacity(kept, way)
+            yield f"8 clients, {way}", lambda port, turn, t=temperature: closed_loop(port, alike(t, turn))
+        elif row == "open":
+            load = loads(6, temperature)
             for share in (0.5, 0.8):
-                rate = share * capacity / 64
+                rate = share * _capacity(kept, way) / 64
                 yield (
-                    Cell(row, f"{share} of capacity, {way}"),
-                    lambda port, rate=rate, t=temperature: run(open_loop(port, loads(6, t), rate, random.Random(1))),
+                    f"{share} of capacity, {way}",
+                    lambda port, turn, load=load, rate=rate: open_loop(port, load, rate, random.Random(1)),
                 )
+        else:
+            for clients in (16,) if row == "batch" else (1, 4, 8, 16):
+                load = loads(clients, temperature, each=2 if row == "batch" else 4)
+                yield f"{clients} clients, {way}", lambda port, turn, load=load: closed_loop(port, load)
 
 
 def _capacity(kept: Kept, way: str) -> float:
@@ -193,32 +196,26 @@ def _capacity(kept: Kept, way: str) -> float:
     return min(statistics.median(line[name]["tokens_per_s"] for line in lines) for name in ("ours", "vllm"))
 
 
-def run(work: Any) -> LoadResult:
+def run(work: Coroutine[Any, Any, LoadResult]) -> LoadResult:
     return asyncio.run(work)
 
 
 def answer_in_process(engine: Engine, load: dict[str, Any]) -> LoadResult:
     from truedraft import SamplingParams
 
-    waiting = [
-        (each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in reversed(load["requests"])
-    ]
+    asked = [(each["prompt"], SamplingParams(each["max_tokens"], each["temperature"])) for each in load["requests"]]
     running, done = [], []
     began = time.perf_counter()
-    while waiting or running:
-        while waiting and len(running) < load["clients"]:
-            running.append(engine.submit(*waiting.pop()))
+    while asked or running:
+        while asked and len(running) < load["clients"]:
+            running.append(engine.submit(*asked.pop(0)))
         engine.step()
         done += [request for request in running if request.closed]
         running = [request for request in running if not request.closed]
     seconds = time.perf_counter() - began
-    answers = [request.pieces[-1].answer for request in done]
-    found = [
-        Answered(len(each.token_ids), each.timing.first_token_s or 0.0, each.timing.total_s)
-        for each in answers
-        if each is not None
-    ]
-    return LoadResult.of(found, seconds)
+    answers = [answer for request in done if (answer := request.pieces[-1].answer) is not None]
+    timed = [(len(each.token_ids), each.timing.first_token_s or 0.0, each.timing.total_s) for each in answers]
+    return LoadResult.of([Answered(*each) for each in timed], seconds)
 
 
 def engine_beside_burner() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -242,47 +239,36 @@ def engine_beside_burner() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return answer_load
 
 
-def engine_row(kept: Kept, left_s: Callable[[], float]) -> None:
+def engine_row(kept: Kept) -> None:
     """The server and, in turns, the engine in a process of its own beside one that burns as much as the client did."""
     server = ours("--prefix-cache-bytes", "0")
     child = Child([__file__, "--as-engine"])
-    try:
+    with contextlib.closing(child), warm(server):
         child.read()
-        server.warm()
         for clients in (1, 8):
-            cell, load = Cell("engine", f"{clients} clients, greedy"), loads(clients, 0.0)
-            while kept.turns(cell) < 2 * TURNS and left_s() > 0:
+            name, load = f"{clients} clients, greedy", loads(clients, 0.0)
+            for _ in kept.turns("engine", name, 2 * TURNS):
                 before, began, own = server.main_thread_s(), time.perf_counter(), time.process_time()
                 served = asdict(run(closed_loop(server.port, load)))
                 wall = time.perf_counter() - began
-                client_share = (time.process_time() - own) / wall
-                outside = (server.main_thread_s() - before) / wall
-                engine = child.ask({"load": asdict(load), "burn": client_share})
-                shares = {"client_share": client_share, "outside_share": outside}
-                kept.keep(cell, {"ours": served, "engine": engine, **shares})
-    finally:
-        server.stop()
-        child.close()
+                shares = {"client_share": (time.process_time() - own) / wall}
+                shares["outside_share"] = (server.main_thread_s() - before) / wall
+                engine = child.ask({"load": asdict(load), "burn": shares["client_share"]})
+                kept.keep("engine", name, {"ours": served, "engine": engine, **shares})
 
 
-def prefix_row(kept: Kept, left_s: Callable[[], float]) -> None:
+def prefix_row(kept: Kept) -> None:
     """A conversation's first 1,500 tokens and another 100, cold and again."""
-    cell = Cell("prefix", "1,500 of 1,600 tokens")
-    server = ours(drafter="draft,num_speculative_tokens=12")
-    try:
-        server.warm()
-        while kept.turns(cell) < TURNS and left_s() > 0:
-            number = kept.turns(cell)
-            chance = random.Random(number)
-            shared = [chance.randrange(300, 8000) for _ in range(1500)]
-            ends = [[chance.randrange(300, 8000) for _ in range(100)] for _ in range(2)]
-            found = [asdict(run(closed_loop(server.port, Load([Request([*shared, *end], 2)], 1)))) for end in ends]
-            kept.keep(cell, {"cold": found[0], "warm": found[1]})
-    finally:
-        server.stop()
+    name, server = "1,500 of 1,600 tokens", ours()
+    with warm(server):
+        for turn in kept.turns("prefix", name):
+            chance = random.Random(turn)
+            shared, *ends = ([chance.randrange(300, 8000) for _ in range(count)] for count in (1500, 100, 100))
+            found = [run(closed_loop(server.port, Load([Request([*shared, *end], 2)], 1))) for end in ends]
+            kept.keep("prefix", name, dict(zip(("cold", "warm"), map(asdict, found), strict=True)))
 
 
-def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
+def form_row(kept: Kept) -> None:
     """Tokens per second of structured answers and of free ones of the same length, with drafts and without.
 
     Without drafts their ratio is what the form costs; with drafts it also says how well each text can be guessed.
@@ -294,48 +280,37 @@ def form_row(kept: Kept, left_s: Callable[[], float]) -> None:
         }, "required": ["name", "size"], "additionalProperties": False}}},
         "required": ["items"], "additionalProperties": False,
     }  # fmt: skip
+    asked: dict[str, dict[str, Any]] = {"free": {"ignore_eos": True}, "json": {"structured_outputs": {"json": schema}}}
+    asked |= {f"{name}_plain": {**of, "speculation": {"enabled": False}} for name, of in asked.items()}
     server = ours(drafter="auto", size=None)
-    try:
-        server.warm()
+    with warm(server):
         for clients in (1, 8):
-            cell = Cell("form", f"{clients} clients")
-            while kept.turns(cell) < TURNS and left_s() > 0:
-                texts = prompts(4 * clients)
-                asked = {"free": {"ignore_eos": True}, "json": {"structured_outputs": {"json": schema}}}
-                asked |= {f"{name}_plain": {**of, "speculation": {"enabled": False}} for name, of in asked.items()}
-                found = {}
-                for name, fields in asked.items():
-                    load = Load([Request(text, 128, 0.0, fields) for text in texts], clients)
-                    found[name] = asdict(run(closed_loop(8101, load)))
-                kept.keep(cell, found)
-    finally:
-        server.stop()
+            texts = prompts(4 * clients)
+            lists = {name: [Request(text, 128, 0.0, more) for text in texts] for name, more in asked.items()}
+            for _ in kept.turns("form", f"{clients} clients"):
+                found = {name: run(closed_loop(server.port, Load(each, clients))) for name, each in lists.items()}
+                kept.keep("form", f"{clients} clients", {name: asdict(each) for name, each in found.items()})
 
 
-def hostile_row(kept: Kept, left_s: Callable[[], float]) -> None:
+def hostile_row(kept: Kept) -> None:
     """Seconds of plain requests, of structured ones and of long bodies: idle, and beside 20 hostile schemas at once.
 
     Memory is the server's and its children's: before them, at most beside them, and after them. Kept prefixes of the
     others' long bodies would grow beside it, so none are kept.
     """
     server = ours("--request-timeout-s", "30", "--prefix-cache-bytes", "0", drafter="auto", size=None)
-    try:
-        server.warm()
-        cell = Cell("hostile", "20 schemas")
-        for turn in range(kept.turns(cell), TURNS):
-            if left_s() > 0:
-                kept.keep(cell, asyncio.run(_beside_hostile(server, turn)))
-    finally:
-        server.stop()
+    with warm(server):
+        for turn in kept.turns("hostile", "20 schemas"):
+            kept.keep("hostile", "20 schemas", asyncio.run(_beside_hostile(server, turn)))
 
 
 async def _beside_hostile(server: Measured, turn: int) -> dict[str, Any]:
     memory = [server.memory_mb()]
-    idle = await _seconds_of_others(turn, 8)
-    hostile = [asyncio.create_task(_told(_hostile_schema(100 * turn + number))) for number in range(20)]
+    idle = await _seconds_of_others(server.port, turn, 8)
+    hostile = [asyncio.create_task(_told(server.url, _hostile_schema(100 * turn + number))) for number in range(20)]
     beside: dict[str, list[float]] = defaultdict(list)
     while not all(task.done() for task in hostile):
-        for name, seconds in (await _seconds_of_others(turn + len(memory) * TURNS, 1)).items():
+        for name, seconds in (await _seconds_of_others(server.port, turn + len(memory) * TURNS, 1)).items():
             beside[name] += seconds
         memory.append(server.memory_mb())
     await asyncio.sleep(5.0)
@@ -346,7 +321,7 @@ async def _beside_hostile(server: Measured, turn: int) -> dict[str, Any]:
     return {**times, **slowed, "asked_beside": len(memory) - 1, "statuses": statuses, **memories}
 
 
-async def _seconds_of_others(seed: int, each: int) -> dict[str, list[float]]:
+async def _seconds_of_others(port: int, seed: int, each: int) -> dict[str, list[float]]:
     """What answers of 32 tokens take, one at a time; each schema and each long prompt is a new one."""
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(each):
@@ -360,7 +335,7 @@ async def _seconds_of_others(seed: int, each: int) -> dict[str, list[float]]:
             "long body": Request(f"# {mark}\n{prompts(1, 1500)[0]}", 32, 0.0, {"ignore_eos": True}),
         }
         for name, request in asked.items():
-            found[name].append((await ask(8101, request)).total_s)
+            found[name].append((await ask(port, request)).total_s)
     return found
 
 
@@ -370,13 +345,12 @@ def _hostile_schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-async def _told(schema: Mapping[str, Any]) -> int:
+async def _told(url: str, schema: Mapping[str, Any]) -> int:
     """The status with which a form is answered, waited for in a thread of its own."""
 
     def wait() -> int:
         fields = {"model": SERVED_NAME, "prompt": "x", "max_tokens": 8, "structured_outputs": {"json": schema}}
-        found = httpx2.post("http://127.0.0.1:8101/v1/completions", json=fields, timeout=120.0)
-        return found.status_code
+        return httpx2.post(f"{url}/v1/completions", json=fields, timeout=120.0).status_code
 
     return await asyncio.to_thread(wait)
 
@@ -446,18 +420,13 @@ def main() -> int:
     if asked.as_engine:
         be_asked(engine_beside_burner)
         return 0
-    kept = Kept(asked.out)
-    end = time.monotonic() + 60 * asked.minutes
-
-    def left_s() -> float:
-        return end - time.monotonic()
-
+    kept = Kept(asked.out, 60 * asked.minutes)
     own = {"engine": engine_row, "prefix": prefix_row, "form": form_row, "hostile": hostile_row}
     for row in () if asked.report else asked.rows:
         if row in own:
-            own[row](kept, left_s)
+            own[row](kept)
         elif (asked.vllm / "bin" / "vllm").exists():
-            against_vllm(row, asked.vllm, kept, left_s)
+            against_vllm(row, asked.vllm, kept)
         else:
             note(f"{row} is left out: there is no vLLM in {asked.vllm}")
     figures = list(summary(kept))

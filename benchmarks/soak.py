@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import random
@@ -73,26 +74,24 @@ LEAVES = {"left before": (0, 0.0), "left during": (60, 0.0), "left unread": (0, 
 
 
 @dataclass
-class Case:
-    body: dict[str, Any]
-    leaves: str | None  # of `LEAVES`
-    expected: str | None  # the text, where it is known
-
-
-@dataclass
 class Tally:
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     memory: list[tuple[int, int]] = field(default_factory=list)  # bytes of this process after so many requests
 
 
-def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) -> Case:
+Expected = dict[tuple[str, int, int], str]
+"""What plain decoding answers, by prompt, number of tokens and seed: -1 is greedy."""
+
+
+def draw_case(chance: random.Random, expected: Expected) -> tuple[dict[str, Any], str | None, str | None]:
+    """A request, how its client leaves (of `LEAVES`), and the text of the answer, where it is known."""
     prompt, tokens = chance.choice(PROMPTS), chance.choice((1, 4, 8, 16))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    text = None
+    greedy, text = expected[prompt, tokens, -1], None
     kind = chance.randrange(6)
     if kind == 0:
-        text = expected[prompt, tokens, -1]
+        text = greedy
     elif kind == 1:
         seed = chance.randrange(4)
         body |= {"temperature": 1.0, "seed": seed}
@@ -102,17 +101,16 @@ def draw_case(chance: random.Random, expected: dict[tuple[str, int, int], str]) 
     elif kind == 3:
         body |= {"structured_outputs": chance.choice(_FORMS), "max_tokens": 16}
     elif kind == 4:
-        body |= {"prediction": {"content": expected[prompt, tokens, -1] or "x"}, "logprobs": 2}
-        text = expected[prompt, tokens, -1]
+        body |= {"prediction": {"content": greedy or "x"}, "logprobs": 2}
+        text = greedy
     else:
         body |= {"stop": ["\n", "("], "logit_bias": {"17": 2.0}, "temperature": 0.7}
     if chance.random() < 0.1:
         body["speculation"] = {"enabled": False}
     if chance.random() < 0.02:
-        return Case(body | {"temperature": -1}, None, None)
+        return body | {"temperature": -1}, None, None
     body["stream"] = chance.random() < 0.5
-    leaves = chance.choices((None, *LEAVES), (0.85, 0.05, 0.07, 0.03))[0]
-    return Case(body, leaves, text)
+    return body, chance.choices((None, *LEAVES), (0.85, 0.05, 0.07, 0.03))[0], text
 
 
 async def exchange(
@@ -154,15 +152,14 @@ def judged(status: int, head: str, text: str, streamed: bool, answer: str | None
     return "right" if found == answer else f"wrong: {found!r} is not {answer!r}"
 
 
-async def ask(port: int, case: Case, tally: Tally) -> None:
+async def ask(port: int, body: dict[str, Any], leaves: str | None, expected: str | None, tally: Tally) -> None:
     """Send one request and judge its answer; 400 is for what cannot be answered."""
-    leaves = None if case.leaves is None else LEAVES[case.leaves]
-    status, head, text = await exchange(port, "/v1/completions", case.body, leaves)
-    tally.ended[case.leaves or f"status {status}"] += 1
-    if case.leaves is None and (status != 400 or "Traceback" in text):
-        what = judged(status, head, text, bool(case.body.get("stream")), case.expected)
+    status, head, text = await exchange(port, "/v1/completions", body, LEAVES[leaves] if leaves else None)
+    tally.ended[leaves or f"status {status}"] += 1
+    if leaves is None and (status != 400 or "Traceback" in text):
+        what = judged(status, head, text, bool(body.get("stream")), expected)
         if what.startswith("wrong") or what == "told in the stream":
-            tally.wrong.append(f"{case.body}: {what}")
+            tally.wrong.append(f"{body}: {what}")
 
 
 def unchunked(body: bytes) -> bytes:
@@ -177,15 +174,14 @@ def unchunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def soak(port: int, requests: int, clients: int, chance: random.Random, expected: dict[Any, str]) -> Tally:
+async def soak(port: int, requests: int, clients: int, chance: random.Random, expected: Expected) -> Tally:
     tally = Tally()
     numbers = iter(range(requests))
 
     async def client() -> None:
         for number in numbers:
-            case = draw_case(chance, expected)
             try:
-                await ask(port, case, tally)
+                await ask(port, *draw_case(chance, expected), tally)
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 tally.wrong.append(f"{type(error).__name__}: {error}")
             if number % max(requests // 50, 1) == 0:
@@ -204,14 +200,11 @@ def resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def expected_answers(engine: Engine) -> dict[tuple[str, int, int], str]:
-    """What plain decoding answers, greedily (-1) and by seed."""
+def expected_answers(engine: Engine) -> Expected:
     found = {}
-    for prompt in PROMPTS:
-        for tokens in (1, 4, 8, 16):
-            for seed in range(-1, 4):
-                way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed)
-                found[prompt, tokens, seed] = engine.generate(prompt, way).text or ""
+    for prompt, tokens, seed in itertools.product(PROMPTS, (1, 4, 8, 16), range(-1, 4)):
+        way = SamplingParams(tokens) if seed < 0 else SamplingParams(tokens, 1.0, seed=seed)
+        found[prompt, tokens, seed] = engine.generate(prompt, way).text or ""
     return found
 
 
@@ -264,17 +257,9 @@ def report(engine: Engine, idle: bool, tally: Tally, requests: int, seconds: flo
         "drafters hold nothing": not any(each.held.requests for each in engine.drafter.members.values()),
         "memory is flat": growth is None or growth <= _GROWTH,
     }
-    return {
-        "held": all(held.values()),
-        "checks": held,
-        "requests": requests,
-        "seconds": seconds,
-        "ended": dict(tally.ended),
-        "wrong": tally.wrong[:20],
-        "memory_growth": growth,
-        "memory": tally.memory,
-        "torch": torch.__version__,
-    }
+    about = {"held": all(held.values()), "checks": held, "requests": requests, "seconds": seconds}
+    came = {"ended": dict(tally.ended), "wrong": tally.wrong[:20], "memory_growth": growth, "memory": tally.memory}
+    return about | came | {"torch": torch.__version__}
 
 
 if __name__ == "__main__":

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import json
+import random
+import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from transformers import AutoConfig
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf.quants import quantize
+from numpy.typing import NDArray
+from transformers import AutoConfig, LlamaForCausalLM
 
 from recipes.common import ROOT, command, say, told
-from recipes.smollm2.pack import read_draft, write_gguf
-from recipes.smollm2.prompts import written_prompts
 from truedraft.drafters.registry import RECORD, write_draft_ids
 from truedraft.kinds.medusa.training import MedusaTrainingConfig
 from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
@@ -50,6 +54,20 @@ PROMPTS = "prompts.jsonl"
 PACKED = ROOT / "packages/truedraft-smollm2/src/truedraft_smollm2/draft"
 SHAPE: dict[str, Any] = {"width": 256, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate": 768}
 START_SPREAD = 0.02  # standard deviation of the first embedding
+_SHARED_WORDS = 10
+_PASSAGES = (80, 420)  # words of a passage
+_LEAST_CODE, _MOST_CODE = 80, 1_200  # characters of a signature with its docstring
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -214,6 +232,146 @@ def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
     result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
     write_head_card(result, config.head.kind, str(options.target), job.data, config.device)
     say(json.dumps(result.report.as_dict()))
+
+
+# ---------------------------------------------------------------------------------------------- questions that are ours
+
+
+def written_prompts(gsm8k: Path, code: Path, prose: Sequence[Path], held_out: Iterable[str], seed: int) -> list[str]:
+    """User messages in a random order: arithmetic, code, and passages to sum up and to ask about.
+
+    The model asks itself a good part of its questions (2406.08464); these here bring the kinds that it seldom asks.
+    What shares ten words in a row with a prompt that drafters are measured on is left out.
+
+    Args:
+        gsm8k: lines of objects with "question", the train part of GSM8K.
+        code: lines of objects with "text", a Python file each.
+        prose: plain texts.
+        held_out: questions whose words are avoided.
+        seed: of the order, the passages and the questions about them.
+    """
+    dice = random.Random(seed)
+    found = [json.loads(line)["question"] for line in gsm8k.read_text(encoding="utf-8").splitlines()]
+    found = dice.sample(found, min(len(found), 2_500))
+    functions = sorted(set(_functions(code)))
+    found += dice.sample(functions, min(len(functions), 2_500))
+    for path in prose:
+        found += _about_passages(path.read_text(encoding="utf-8"), 500, dice)
+    avoided = {gram for text in held_out for gram in _grams(text)}
+    kept = [text for text in dict.fromkeys(found) if avoided.isdisjoint(_grams(text))]
+    dice.shuffle(kept)
+    return kept
+
+
+def _grams(text: str) -> Iterator[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    return (tuple(words[start : start + _SHARED_WORDS]) for start in range(len(words) - _SHARED_WORDS + 1))
+
+
+def _functions(path: Path) -> Iterator[str]:
+    """Signatures with their docstrings, without bodies, to be completed."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        source = json.loads(line)["text"]
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        lines = source.splitlines()
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and not node.decorator_list:
+                end = node.body[0].end_lineno or node.lineno
+                text = "\n".join(lines[node.lineno - 1 : end]) + "\n"
+                if _LEAST_CODE <= len(text) <= _MOST_CODE:
+                    yield text
+
+
+def _about_passages(text: str, count: int, dice: random.Random) -> Iterable[str]:
+    """Passages to sum up, and as many with a question about one of their words behind them."""
+    paragraphs = [" ".join(each.split()) for each in re.split(r"\n\s*\n", text)]
+    words = [word for each in paragraphs for word in each.split()]
+    for number in range(2 * count):
+        length = dice.randint(*_PASSAGES)
+        start = dice.randrange(max(1, len(words) - length))
+        passage = " ".join(words[start : start + length])
+        if number % 2:
+            yield f"Summarize: {passage}"
+            continue
+        names = [word.strip(".,;:!?\"'()") for word in passage.split() if len(word) > 6] or ["this"]
+        question = dice.choice(("What is said about {}?", "Why is {} mentioned?", "What does the text say of {}?"))
+        yield f"{passage}\n{question.format(dice.choice(names))}"
+
+
+# --------------------------------------------------------------------------------------------- the draft as a GGUF file
+
+
+def write_gguf(draft: LlamaForCausalLM, target: Path, out: Path, kind: GGMLQuantizationType) -> None:
+    """Quantise the matrices of a draft and write them, for us and for other engines.
+
+    Args:
+        draft: with tied embeddings.
+        target: the GGUF file whose tokenizer the draft has.
+        out: the file to write.
+        kind: of the matrices; norms stay float32.
+    """
+    config = draft.config
+    writer = GGUFWriter(out, "llama")
+    writer.add_name("Draft model for SmolLM2-135M-Instruct")
+    writer.add_file_type({"Q8_0": LlamaFileType.MOSTLY_Q8_0, "Q4_0": LlamaFileType.MOSTLY_Q4_0}[kind.name])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    _copy_tokenizer(GGUFReader(target), writer)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in draft.model.state_dict().items():
+        stored = _stored_name(name)
+        values = weight.detach().float().numpy()
+        part = stored.split(".")[2] if stored.startswith("blk.") else ""
+        if part in heads:
+            values = _interleaved(values, heads[part])
+        if values.ndim == 2:
+            writer.add_tensor(stored, quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _stored_name(name: str) -> str:
+    if not name.startswith("layers."):
+        return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
+    _, number, part = name.removesuffix(".weight").split(".", 2)
+    return f"blk.{number}.{_NAMES[part]}.weight"
+
+
+def _interleaved(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows of queries or keys as GGUF has them: the halves that are rotated together are neighbours.
+
+    With one head of 4 rows, (a, b, c, d) becomes (a, c, b, d).
+    """
+    rows, width = values.shape
+    return np.ascontiguousarray(values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width))
+
+
+def _copy_tokenizer(source: GGUFReader, writer: GGUFWriter) -> None:
+    for name, field in source.fields.items():
+        if name.startswith("tokenizer."):
+            inner: Any = field.types[1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+
+
+def read_draft(folder: Path) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
 
 
 STAGES = {

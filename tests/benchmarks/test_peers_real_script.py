@@ -14,7 +14,7 @@ import pytest
 
 import peers_real
 from common import Child
-from peers_ways import NEVER, Served, Turn, Weights
+from peers_real import NEVER, Served, Turn, Weights
 from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.measure.peers import PeerFacts, Question, Reply
@@ -128,9 +128,9 @@ def test_a_server_that_knows_no_going_on_is_forbidden_to_end() -> None:
         return [Reply((5, 6))] * len(questions)
 
     served = Served(SimpleNamespace(facts=PeerFacts("llama.cpp"), ask=ask), [2])  # type: ignore[arg-type]
-    assert served.tokens(Turn("decode", "two", [[1], [3, 4]], 2, 0.8, ignore_eos=True)) == 4
+    assert served.tokens(Turn("decode", "two", [[1], [3, 4]], 2, 0.8)) == 4
     assert asked[1] == Question((3, 4), SamplingParams(2, 0.8, logit_bias={2: NEVER}))
-    served.tokens(Turn("first", "one", [[1]], 2))
+    served.tokens(Turn("requests", "one", [[1]], 2))
     assert asked[-1].params == SamplingParams(2, 0.0)
 
 

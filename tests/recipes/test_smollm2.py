@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from recipes.smollm2 import build
+from recipes.smollm2.build import read_draft, write_gguf, written_prompts
 from recipes.smollm2.heads import TEXTS, PaddedTarget, _Job, packed, read_texts
-from recipes.smollm2.pack import read_draft, write_gguf
-from recipes.smollm2.prompts import written_prompts
 from recipes.smollm2.writer import Writer
 from transformers import LlamaForCausalLM
 

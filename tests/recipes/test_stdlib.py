@@ -95,7 +95,8 @@ def test_every_prompt_has_its_tokens_and_its_own_file(tmp_path: Path) -> None:
 @pytest.fixture
 def tiny_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[build.Recipe]:
     """The real stages; only the corpus, the shapes and the lengths are small."""
-    corpus = planted(70)
+    corpus = planted(20)
+    monkeypatch.setattr(sources, "COUNT", 8)
     for module in (build, settings):
         monkeypatch.setattr(module, "VOCAB_SIZE", 400)
     monkeypatch.setattr(build, "load_sources", lambda: corpus)
@@ -125,7 +126,7 @@ def test_all_stages_then_nothing_left_to_do(
     record = json.loads((tmp_path / "out" / "draft" / "drafter.json").read_text())
     assert record["target"]["fingerprint"] == load_model(tmp_path / "out" / "target", dtype="float32").fingerprint
     assert record["figures"]["alpha"] == result["alpha"] and len(record["figures"]["served"]) == 2
-    assert len((tmp_path / "out" / "heldout_prompts.jsonl").read_text().splitlines()) == 32
+    assert len((tmp_path / "out" / "heldout_prompts.jsonl").read_text().splitlines()) == 8
     lines = [json.loads(line) for line in (tmp_path / "logs" / "target.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(8))
     branch = json.loads((tiny_recipe.run / "first-target" / "progress.json").read_text())
