@@ -208,10 +208,8 @@ class LayerHead(Head):
 
     @torch.no_grad()
     def start_from(self, weight: Tensor) -> None:
-        """Outputs as of `Head.start_from`, and a norm whose random outputs get logits with a spread of about 1."""
         if self.lm_head is not None:
             self.lm_head.weight.copy_(weight if self.draft_ids is None else weight[self.draft_ids])
-        self.norm.weight.fill_(1.0 / weight.square().sum(1).mean().sqrt().clamp_min(1e-3))
 
     def rotary(self, like: Tensor) -> RotaryTable:
         """In the dtype and on the device of a tensor; raises `OptionError` if its parameters are invalid."""
