@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from truedraft.core import noise as N
 from truedraft.core.noise import KeyedNoise, Purpose, gumbel_of, mix
@@ -197,6 +198,40 @@ def test_gumbel_noise_is_kept_for_the_step_and_right_after_a_change_of_size() ->
     assert noise.gumbel(1, 8, CPU) is first
     assert noise.gumbel(1, 16, CPU).shape == (16,)
     assert torch.equal(noise.gumbel(1, 8, CPU), first)
+
+
+# ------------------------------------------------------------------------------- distributions
+
+
+@pytest.mark.parametrize("varied", ["seed", "sample", "position", "depth", "step", "index"])
+def test_uniform_numbers_are_uniform_along_every_part_of_the_key(varied: str) -> None:
+    """Kolmogorov-Smirnov over 12,000 keys that differ in one part; false alarm 1e-8 for each part."""
+    numbers = []
+    for i in range(12_000):
+        at = {"seed": 3, "position": 40, "step": 5, "sample": 0, "depth": 0, "index": 0, varied: i}
+        noise = KeyedNoise(at["seed"], at["position"], at["step"], at["sample"])
+        numbers.append(noise.uniform(Purpose.ACCEPT, at["depth"], at["index"]))
+    assert stats.kstest(numbers, "uniform").pvalue > 1e-8
+    assert 0.0 < min(numbers) < max(numbers) < 1.0
+    series = np.array(numbers)
+    for lag in (1, 2, 64):  # 5.7 standard errors: false alarm below 2e-8 each
+        assert abs(np.corrcoef(series[:-lag], series[lag:])[0, 1]) < 5.7 / math.sqrt(len(series))
+
+
+def test_gumbel_numbers_have_the_gumbel_distribution() -> None:
+    """A million tokens of one key, and one token of many keys; 5.5 standard errors (4e-8) and KS at 1e-8."""
+    count = 1_000_000
+    noise = gumbel_of(2**63 + 12345, torch.arange(count))
+    assert bool(noise.isfinite().all())
+    variance = math.pi**2 / 6
+    assert abs(float(noise.mean()) - 0.5772156649015329) < 5.5 * math.sqrt(variance / count)
+    # The variance of a sample variance is (kurtosis - 1) sigma^4 / n; a Gumbel's kurtosis is 3 + 12/5.
+    assert abs(float(noise.var()) - variance) < 5.5 * variance * math.sqrt(4.4 / count)
+    assert abs(float(torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1])) < 5.5 / math.sqrt(count)
+    assert stats.kstest(noise[::10].numpy(), "gumbel_r").pvalue > 1e-8
+    along = [float(KeyedNoise(1, position, 0).gumbel(0, 3, CPU)[2]) for position in range(3_000)]
+    assert stats.kstest(along, "gumbel_r").pvalue > 1e-8
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 5.7 / math.sqrt(len(along))
 
 
 # ------------------------------------------------------------------------------- the ends of the interval

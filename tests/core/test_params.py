@@ -50,13 +50,31 @@ def test_good_values_stay(good: dict) -> None:
 
 def test_defaults_are_those_of_the_design() -> None:
     assert dataclasses.asdict(SamplingParams()) == {
-        "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None,
-        "stop": (), "stop_token_ids": (), "ignore_eos": False,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": (),
-        "min_tokens": 0, "bad_words": (), "allowed_token_ids": (),
-        "logprobs": None, "prompt_logprobs": None, "logprobs_mode": "raw",
-        "n": 1, "structured": None, "reasoning": None, "prediction": None, "adapter": None,
-    }  # fmt: skip
+        "max_tokens": 128,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": (),
+        "min_tokens": 0,
+        "bad_words": (),
+        "allowed_token_ids": (),
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "logprobs_mode": "raw",
+        "n": 1,
+        "structured": None,
+        "reasoning": None,
+        "prediction": None,
+        "adapter": None,
+    }
 
 
 def test_stops_are_kept_as_tuples() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -115,27 +114,28 @@ def test_distributions_in_words(
         assert float(dist.sum()) == pytest.approx(1.0, abs=EXACT)
 
 
-@pytest.mark.parametrize(
-    ("p", "options", "kept"),
-    [
-        ([0.5, 0.3, 0.2], {"top_p": 0.6}, [0, 1]),  # the crossing token stays
-        ([0.2, 0.5, 0.3], {"top_p": 0.6}, [1, 2]),
-        ([0.5, 0.3, 0.2], {"top_p": 0.4}, [0]),
-        ([0.2, 0.5, 0.3], {"top_p": 0.4}, [1]),
-        ([0.25] * 4, {"top_p": 0.5}, [0, 1]),  # 0.25 and 0.5 are exact, so the second token reaches 0.5
-        ([0.25] * 4, {"top_p": 0.51}, [0, 1, 2]),
-        # After top-k 2 it is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full distribution.
-        ([0.4, 0.3, 0.2, 0.1], {"top_k": 2, "top_p": 0.55}, [0]),
-        ([0.4, 0.3, 0.2, 0.1], {"top_p": 0.55}, [0, 1]),
-        ([0.4, 0.3, 0.2, 0.1], {"top_p": 0.95, "min_p": 0.45}, [0, 1, 2]),
-    ],
-)
-def test_filters_by_hand(p: list[float], options: dict[str, Any], kept: list[int]) -> None:
-    """Ties go to the lowest id; top-p looks at what top-k left, and min-p at what top-p left."""
-    logits = torch.tensor([p], dtype=torch.float64).log()
-    dist = L.probs_from_logits(logits, SamplingParams(temperature=1.0, **options))[0]
-    assert dist.nonzero().flatten().tolist() == kept
-    assert dist[kept].tolist() == pytest.approx([p[token] / sum(p[each] for each in kept) for token in kept])
+def test_the_crossing_token_stays_and_ties_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3]], dtype=torch.float64).log()
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.6)) > 0).tolist() == [
+        [True, True, False],
+        [False, True, True],
+    ]
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.4)) > 0).tolist() == [
+        [True, False, False],
+        [False, True, False],
+    ]
+    flat = torch.zeros(1, 4, dtype=torch.float64)  # 0.25 each: 0.25 and 0.5 are exact, so the second token reaches 0.5
+    assert L.probs_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    assert L.probs_from_logits(flat, SamplingParams(temperature=1.0, top_p=0.51))[0, 3] == 0
+
+
+def test_top_p_looks_at_what_top_k_left_and_min_p_at_what_top_p_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    # After top-k 2 the distribution is (4/7, 3/7): 0.55 is reached by the first token alone, unlike in the full
+    # distribution.
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.55)) > 0).sum() == 1
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.55)) > 0).sum() == 2
+    assert (L.probs_from_logits(logits, SamplingParams(temperature=1.0, top_p=0.95, min_p=0.45)) > 0).sum() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -151,11 +151,14 @@ def test_greedy_is_one_hot_at_the_lowest_id_among_ties(dtype: torch.dtype, vocab
 
 
 BROKEN = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_k=2),
-    SamplingParams(temperature=0.5, top_p=0.8),
-    SamplingParams(temperature=1.0, top_k=2, top_p=0.8, min_p=0.1),
+    SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t, k, p, m in [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (1.0, 2, 1.0, 0.0),
+        (0.5, 0, 0.8, 0.0),
+        (1.0, 2, 0.8, 0.1),
+    ]
 ]
 
 
@@ -412,18 +415,24 @@ def test_one_token_of_each_row_gives_the_bits_of_one_row_alone(vocab: int, dtype
         assert torch.equal(L.without_tokens(row, token), ours)
 
 
-def test_tokens_named_twice_are_taken_out_once_and_what_is_given_stays() -> None:
+def test_a_token_that_is_named_twice_is_taken_out_once() -> None:
     p = some_probs(2, 9)
-    before = p.clone()
-    twice = L.without_tokens(p, torch.tensor([[1, 5, 1], [0, 0, 0]]))
-    assert torch.equal(twice, L.without_tokens(p, torch.tensor([[1, 5], [0, 0]])))
-    assert torch.equal(p, before)
+    assert torch.equal(
+        L.without_tokens(p, torch.tensor([[1, 5, 1], [0, 0, 0]])), L.without_tokens(p, torch.tensor([[1, 5], [0, 0]]))
+    )
 
 
 def test_where_nothing_is_left() -> None:
     p = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
     assert torch.equal(L.without_tokens(p, torch.tensor([[1, 1], [0, 1]])), torch.zeros(2, 3))
     assert L.without_tokens(torch.tensor([1.0, 1e-45]), torch.tensor([0])).tolist() == [0.0, 1.0]
+
+
+def test_the_distributions_given_are_left_as_they_were() -> None:
+    p = some_probs(3, 6)
+    before = p.clone()
+    L.without_tokens(p, torch.tensor([[1], [2], [3]]))
+    assert torch.equal(p, before)
 
 
 # ------------------------------------------------------------------------------------------ rows on demand

@@ -49,6 +49,23 @@ def test_shapes_against_the_slow_way(parents: tuple[int, ...]) -> None:
 
 @quick
 @given(parent_lists())
+def test_the_ancestor_mask_is_the_transitive_closure(parents: tuple[int, ...]) -> None:
+    size = len(parents)
+    edges = torch.zeros(size, size, dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            edges[node, parent] = 1
+    closure = torch.eye(size, dtype=torch.int64)
+    for _ in range(size):
+        closure = ((closure + closure @ edges) > 0).long()
+    mask = ancestor_mask(TreeShape(parents))
+    assert mask.dtype == torch.bool
+    assert mask.shape == (size, size)
+    assert torch.equal(mask, closure.bool())
+
+
+@quick
+@given(parent_lists())
 def test_rooted_hangs_everything_below_node_zero(parents: tuple[int, ...]) -> None:
     shape = TreeShape(parents)
     rooted = shape.rooted

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from support.backends import HostRecorder, graph_backend, llama_of
 from support.loops import CONFIGS, TREE, apart, assert_equal_up_to_rounding, run_forwards, weights
 from support.pairwise import pairwise
-from support.tiny_models import COUNT, PROMPTS, drafter_of, noisy_stock, reference, stock, stock_logits
+from support.tiny_models import COUNT, PROMPTS, VOCAB, drafter_of, noisy_stock, packed, reference, stock, stock_logits
 from truedraft import Engine, SamplingParams
 from truedraft.core.tree import TreeShape, chain_shape
 from truedraft.drafters import DraftModel
@@ -140,6 +140,35 @@ def test_nothing_but_the_kernels_needs_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     failed = subprocess.run([sys.executable, "-c", f"{code}; {kernels}"], capture_output=True, text=True, check=False)
     assert failed.returncode and "triton" in failed.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "mistral with a window", "qwen3"])
+def test_unrecorded_forwards_give_the_same(name: str) -> None:
+    """On a device without graphs, everything runs as it is."""
+    plain = HuggingFaceModel(weights(name), None, name, graph_backend)
+    for ours, theirs in zip(run_forwards(plain), run_forwards(graphs(weights(name))), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_a_row_does_not_notice_its_neighbours() -> None:
+    """The batch decides which kernels run, so only up to rounding."""
+    model = graphs(weights("qwen3"))
+    texts = [torch.arange(count) * 7 % VOCAB for count in (9, 30, 3)]
+    together = model.forward([Segment(model.new_cache(), text, chain_shape(len(text)), (2,)) for text in texts]).logits
+    alone = [model.forward([Segment(model.new_cache(), text, chain_shape(len(text)), (2,))]).logits for text in texts]
+    assert_equal_up_to_rounding(together, torch.cat(alone))
+
+
+def test_sampled_answers_do_not_depend_on_how_the_forward_runs() -> None:
+    """Float32 rounds alike enough for 64 tokens of each prompt."""
+    prompts = [list(prompt) for prompt in PROMPTS]
+    for seed in (None, 7):
+        params = SamplingParams(max_tokens=64, temperature=0.8, top_p=0.9, seed=seed)
+        answers = [
+            Engine(target, DraftModel(packed("qwen3"), 3), controller="fixed", entropy=7).generate(prompts, params)
+            for target in (graphs(stock("qwen3")), packed("qwen3"))
+        ]
+        assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
 
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -130,6 +130,15 @@ def test_odd_sizes_give_what_the_models_own_modules_give(name: str) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("name", ["nothing fills a unit", "norms behind sums", "experts"])
+def test_layers_that_are_shown_change_no_bit_and_are_in_the_order_asked_for(name: str) -> None:
+    model = native(CONFIGS[name]())
+    plain, shown, (*_, other) = run_forwards(model), run_forwards(model, LAYERS), run_forwards(model, (0,))
+    assert all(map(torch.equal, plain, shown[:2]))
+    assert shown[3].equal(other) and not shown[2].equal(other)
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["nothing fills a unit", "heads wider than the model", "a window of 3", *EXPERTS])
 def test_bits_do_not_depend_on_the_number_of_threads(name: str, dtype: torch.dtype, threads: None) -> None:

@@ -7,7 +7,7 @@ whole numbers: it computes what speculative decoding emits without a line of the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -134,6 +134,10 @@ def _fractions(weights: list[int]) -> list[Fraction]:
     return [Fraction(weight, sum(weights)) for weight in weights]
 
 
+def _ratio(p_x: Fraction, q_x: Fraction) -> Fraction:
+    return min(Fraction(1), p_x / q_x)
+
+
 def _left_over(p: list[Fraction], q: list[Fraction]) -> list[Fraction]:
     rest = [max(Fraction(0), a - b) for a, b in zip(p, q, strict=True)]
     mass = sum(rest)
@@ -147,9 +151,15 @@ def _take_out(q: list[Fraction], token: int) -> list[Fraction]:
 
 @dataclass
 class Reference:
-    """What speculative decoding emits, in exact fractions: all proposals, all decisions, all final draws."""
+    """What speculative decoding emits, in exact fractions: all proposals, all decisions, all final draws.
+
+    Its parts can be replaced, so that it also predicts what a broken rule emits.
+    """
 
     world: World
+    accept: Callable[[Fraction, Fraction], Fraction] = _ratio
+    rejected: Callable[[list[Fraction], list[Fraction]], list[Fraction]] = _left_over
+    take_out: Callable[[list[Fraction], int], list[Fraction]] = _take_out
 
     @property
     def vocab(self) -> int:
@@ -198,16 +208,16 @@ class Reference:
             q = self.dist_of(choice, prefix)
             if choice.kind is WITHOUT:
                 q = probs.get(choice.drafter, q)
-            accept = min(Fraction(1), p[token] / q[token])
+            accept = self.accept(p[token], q[token])
             if reach * accept:
                 for weight, tokens, count in self.walk((*prefix, token), tree.below[token]):
                     yield reach * accept * weight, (token, *tokens), count + 1
             reach *= 1 - accept
             if not reach:
                 return
-            p = _left_over(p, q)
+            p = self.rejected(p, q)
             if choice.kind is WITHOUT:
-                probs[choice.drafter] = _take_out(q, token)
+                probs[choice.drafter] = self.take_out(q, token)
         for token, mass in enumerate(p):
             if mass:
                 yield reach * mass, (token,), 0

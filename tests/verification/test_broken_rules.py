@@ -5,7 +5,8 @@ Every world here is also judged by the rule that is not broken, which passes to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -20,11 +21,16 @@ from small_worlds import (
     NODES,
     W2,
     W3,
+    Case,
+    Key,
+    Prefix,
+    ScriptedNoise,
     World,
     build,
     by_kernel,
     by_verify,
     cell_probs,
+    continued,
     eagerly,
     gap,
 )
@@ -38,12 +44,13 @@ from support.broken_rules import (
     JudgesAnotherDist,
     PassesByWeight,
     RemovesNothing,
-    hiding,
 )
-from truedraft.certify.cells import kernel_probs
+from truedraft.certify.cells import kernel_probs, step_probs
 from truedraft.core.noise import Purpose
-from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+from truedraft.core.proposal import Proposal
+from truedraft.verification import BlockVerification, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.block import BlockHostWalk
+from truedraft.verification.exact import target_dist
 from truedraft.verification.rule import JudgedRow, Outcome
 from truedraft.verification.walk import Batch, Number
 
@@ -161,29 +168,28 @@ def test_a_broken_rule_is_caught_by_the_kernel_and_by_verify(broken: Rule, world
         assert judge(broken, world) > CAUGHT
 
 
+def honest(rule: type[SpeculativeSampling], **wrong: Callable) -> SpeculativeSampling:
+    """A rule with a wrong part, whose kernel says what the right rule does."""
+    kernel = rule()
+    return type("Hides", (rule,), {**wrong, "outcomes": lambda self, group: kernel.outcomes(group)})()
+
+
 @pytest.mark.parametrize(
     ("rule", "plans"),
     [
-        (hiding(SpeculativeSampling, accept_probability=lambda self, p_x, q_x: 1.1 * p_x / (q_x + 1e-300)), [A1]),
-        (
-            hiding(
-                SpeculativeSampling,
-                accept_probability=lambda self, p_x, q_x: 0.9 * SpeculativeSampling().accept_probability(p_x, q_x),
-            ),
-            [A1],
-        ),
-        (hiding(SpeculativeSampling, rejected=lambda self, p, q: p), [A1]),
-        (hiding(SpeculativeSampling, removed=lambda self, q, tokens: q), [W2]),
+        (honest(SpeculativeSampling, accept_probability=lambda self, p_x, q_x: 1.1 * p_x / (q_x + 1e-300)), [A1]),
+        (honest(SpeculativeSampling, rejected=lambda self, p, q: p), [A1]),
+        (honest(SpeculativeSampling, removed=lambda self, q, tokens: q), [W2]),
         (ForgetsWhatLeft(), [F2]),
         (
-            hiding(
+            honest(
                 BlockVerification,
                 pass_probability=lambda self, weight, mass: 0.9 * BlockVerification().pass_probability(weight, mass),
             ),
             [A1, A1],
         ),
     ],
-    ids=["accepts more", "accepts less", "residual", "removal", "candidates", "block"],
+    ids=["acceptance", "residual", "removal", "candidates", "block"],
 )
 def test_a_kernel_that_hides_what_verify_does_is_caught(rule: Rule, plans: list) -> None:
     """An exact kernel beside a broken `verify`: the cells are measured, so they differ from the kernel."""
@@ -219,3 +225,93 @@ def test_a_broken_part_breaks_the_walks_of_cpu_and_device_alike() -> None:
         verdicts = eagerly(rule, *given)
         assert verdicts == rule.verify(*given)
         assert verdicts != right.verify(*given), rule
+
+
+# ------------------------------------------------------------------------------- one key for two decisions
+
+
+class OneKey:
+    """Noise in which several decisions read one number."""
+
+    def __init__(self, noise: ScriptedNoise, same_as: Callable[[Key], Key]) -> None:
+        self._noise, self._same_as = noise, same_as
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        return self._noise.script[self._same_as((purpose, depth, index))]
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> None:
+        return None
+
+
+ACCEPT, RECOVERED, BONUS = (Purpose.ACCEPT, 0, 0), (Purpose.RECOVERED, 0, 0), (Purpose.BONUS, 1, 0)
+
+
+def error_on_a_grid(
+    world: World, keys: Sequence[Key], sides: Sequence[int], same_as: Callable[[Key], Key] = lambda key: key
+) -> float:
+    """Distance of the first token from the target, with the noise at `keys` on a grid and at others 1/2."""
+    ticks = [[(i + 0.5) / side for i in range(side)] for side in sides]
+    grid = list(itertools.product(*ticks))
+    dist: dict[Prefix, float] = {}
+    for case in world.every_proposal():
+        scripts = [{RECOVERED: 0.5, BONUS: 0.5, **dict(zip(keys, numbers, strict=True))} for numbers in grid]
+        noise = [OneKey(ScriptedNoise(script), same_as) for script in scripts]
+        for verdict in SpeculativeSampling().verify([case.proposal] * len(grid), [case.probs] * len(grid), noise):
+            dist[verdict.tokens[:1]] = dist.get(verdict.tokens[:1], 0.0) + case.probability / len(grid)
+    return gap(dist, target_dist(world.target.probs, 1))
+
+
+def test_acceptance_and_recovered_token_on_one_key_are_caught() -> None:
+    """Given a rejection u is in [p/q, 1): the residual's first tokens would never be drawn."""
+    world = build("key", 3, [A1])
+    assert error_on_a_grid(world, [ACCEPT], [2000], lambda key: ACCEPT) > CAUGHT
+    assert error_on_a_grid(world, [ACCEPT, RECOVERED], [50, 50]) < 0.006, "the grid itself is fine enough"
+
+
+def test_two_draws_of_one_node_on_one_key_are_caught() -> None:
+    """The second sibling is judged with a number that is known to be large: it is accepted too rarely."""
+    world, second = build("siblings", 3, [A2]), (Purpose.ACCEPT, 0, 1)
+    world.target.weights(())[:] = [10, 7, 3]
+    world.drafters[0].weights(())[:] = [1, 3, 6]  # after token 2 is rejected, p is (8/9, 1/9, 0) and then (1, 0, 0)
+    shared = error_on_a_grid(world, [ACCEPT], [400], lambda key: ACCEPT if key[0] is Purpose.ACCEPT else key)
+    assert shared > 2 * CAUGHT
+    assert error_on_a_grid(world, [ACCEPT, second], [40, 40]) < CAUGHT / 2
+
+
+def test_draft_and_acceptance_on_one_key_are_caught() -> None:
+    """The number that drew the token also judges it."""
+    p = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.2, 0.8]], dtype=torch.float64)
+    first: dict[tuple[int, ...], float] = {}
+    grid = [((i + 0.5) / 200, (j + 0.5) / 10) for i in range(200) for j in range(10)]
+    proposals = [Proposal.chain(torch.tensor([int(u >= 0.2)]), q) for u, _ in grid]
+    noise = [ScriptedNoise({ACCEPT: u, RECOVERED: v}) for u, v in grid]
+    for verdict in SpeculativeSampling().verify(proposals, [p] * len(grid), noise):
+        first[verdict.tokens[:1]] = first.get(verdict.tokens[:1], 0.0) + 1 / len(grid)
+    assert gap(first, {(0,): 0.5, (1,): 0.5}) > CAUGHT
+
+
+# ------------------------------------------------------------------------------- predictable choice
+
+
+def test_dropping_drawn_tokens_by_their_probability_is_caught() -> None:
+    """Not the rule but the drafter is broken here: a token that was drawn and found unlikely is not shown."""
+    world = build("dropped", 3, [A1])
+    hidden = []
+    for case in world.every_proposal():
+        token = case.proposal.tree.host_ids[0]
+        dropped = float(case.proposal.probs[0, token]) < 0.4
+        hidden.append(Case(case.probability, Proposal.empty(), case.probs[:1]) if dropped else case)
+    assert any(not len(case.proposal.tree) for case in hidden) and any(len(case.proposal.tree) for case in hidden)
+    assert continued(world, step_probs(hidden, cell_probs(SpeculativeSampling(), hidden))) > CAUGHT
+
+
+def test_a_coupled_rule_that_judges_by_the_draft_distribution_is_caught() -> None:
+    class FollowsDraft(CoupledSampling):
+        def outcomes(self, group: Sequence[JudgedRow]) -> list[Outcome]:
+            (row,) = group
+            return super().outcomes([JudgedRow(row.draws[0].q if row.draws else row.p, row.draws)])
+
+    world = build("coupled", 3, [A1, A1])
+    assert by_kernel(CoupledSampling(), world) < EXACT
+    assert by_kernel(FollowsDraft(), world) > CAUGHT

@@ -1,4 +1,4 @@
-"""Portfolios with budgets that follow a request's own past verdicts are exact.
+"""Portfolios with budgets that follow a request's own past verdicts are exact; who peeks at a draw is not.
 
 All that may be drafted, accepted and drawn is summed over on tiny vocabularies. What is drafted in a step is chosen by
 a function of what became of the steps before it: which drafters, in which order they are merged, how deep each goes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -31,13 +31,24 @@ History = tuple[tuple[Plan, Prefix], ...]
 Controller = Callable[[History], Plan]
 Step = dict[tuple[Prefix, int], float]
 """Probabilities of tokens that are emitted, and of how many of them were drafted."""
+Keeps = Callable[[Sequence[float]], int]
+"""How many tokens of a drawn chain are proposed, from the draft's probability of each."""
+
+
+def every_token(probabilities: Sequence[float]) -> int:
+    return len(probabilities)
 
 
 class TinyWorld:
-    """A target and four drafters: "a" and "b" draw chains, "pair" draws two siblings, "fixed" takes its likeliest."""
+    """A target and three drafters: "a" and "b" draw chains, "pair" draws two siblings, "fixed" takes its likeliest.
 
-    def __init__(self, vocab: int, rule: Rule) -> None:
-        self.vocab, self.rule = vocab, rule
+    Args:
+        vocab: tokens.
+        keeps: of drawn chains.
+    """
+
+    def __init__(self, vocab: int, rule: Rule, keeps: Keeps = every_token) -> None:
+        self.vocab, self.rule, self.keeps = vocab, rule, keeps
         self.target = Table("target", vocab, "dense")
         self.tables = {name: Table(name, vocab, "dense") for name in ("a", "b", "pair", "fixed")}
         self._steps: dict[tuple[Prefix, Plan], Step] = {}
@@ -60,7 +71,10 @@ class TinyWorld:
             for drawn in itertools.product(range(self.vocab), repeat=depth):
                 rows = [table.probs((*prefix, *drawn[:place])) for place in range(depth)]
                 chances = [float(row[token]) for row, token in zip(rows, drawn, strict=True)]
-                yield math.prod(chances), Proposal.chain(torch.tensor(drawn), torch.stack(rows))
+                kept = self.keeps(chances)
+                rows = rows[:kept]
+                chain = Proposal.chain(torch.tensor(drawn[:kept]), torch.stack(rows)) if rows else Proposal.empty()
+                yield math.prod(chances), chain
 
     def step(self, prefix: Prefix, plan: Plan) -> Step:
         """What a step emits, and how many tokens of that were drafted."""
@@ -138,3 +152,50 @@ def test_budgets_and_drafters_that_follow_own_verdicts_are_exact(controller: Con
 @pytest.mark.parametrize("vocab", [2, 3])
 def test_blocks_of_lengths_that_follow_own_verdicts_are_exact(vocab: int) -> None:
     assert TinyWorld(vocab, BlockVerification()).error(longer_after_success) < EXACT
+
+
+# ------------------------------------------------------------------------------------------ peeking
+
+
+def stops_behind_unlikely(probabilities: Sequence[float]) -> int:
+    """Right: a token of less than 0.4 stays, and nothing is drafted behind it."""
+    unlikely = (place for place, chance in enumerate(probabilities) if chance < 0.4)
+    return next(unlikely, len(probabilities) - 1) + 1
+
+
+def cuts_unlikely(probabilities: Sequence[float]) -> int:
+    """Broken: a token of less than 0.4 is cut off with all behind it, though it was drawn."""
+    return next((place for place, chance in enumerate(probabilities) if chance < 0.4), len(probabilities))
+
+
+def cuts_an_unlikely_last(probabilities: Sequence[float]) -> int:
+    """Broken: likewise, of a whole proposal's last token only."""
+    return len(probabilities) - (probabilities[-1] < 0.4)
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), BlockVerification()])
+def test_a_drawn_token_that_is_cut_because_it_is_unlikely_bends_the_answer(rule: Rule) -> None:
+    def always(history: History) -> Plan:
+        return (("a", 2),)
+
+    assert TinyWorld(3, rule, stops_behind_unlikely).error(always) < EXACT
+    assert TinyWorld(3, rule, cuts_unlikely).error(always) > 0.02
+    assert TinyWorld(3, rule, cuts_an_unlikely_last).error(always) > 0.01
+
+
+def test_a_choice_between_drafters_by_what_they_drew_bends_the_answer() -> None:
+    """Both draw, and the proposal with the likelier token is kept: a peek across members."""
+    world = TinyWorld(3, SpeculativeSampling())
+    found: dict[tuple[Prefix, int], float] = {}
+    for (one, left), (two, right) in itertools.product(world.drafts("a", (), 1), world.drafts("b", (), 1)):
+        assert left.probs is not None and right.probs is not None
+        likelier = left.probs[0, left.tree.host_ids[0]] >= right.probs[0, right.tree.host_ids[0]]
+        kept = left if likelier else right
+        rows = [(), tuple(kept.tree.host_ids)]
+        case = Case(1.0, kept, torch.stack([world.target.probs(row) for row in rows]))
+        for verdict, chance in kernel_probs(world.rule, case).items():
+            key = verdict.tokens[:1], 0
+            found[key] = found.get(key, 0.0) + one * two * chance
+    emitted = {tokens: mass for (tokens, _), mass in found.items()}
+    assert sum(emitted.values()) == pytest.approx(1.0)
+    assert distance(emitted, target_dist(world.target.probs, 1)) > 0.02

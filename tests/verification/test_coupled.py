@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
-from small_worlds import A1, COUPLED, EXACT, Case, Table, World, build, cell_probs, gap
+from small_worlds import A1, A2, COUPLED, EXACT, F2, W2, Case, Table, World, build, cell_probs, gap
 from torch import Tensor
 
 from support.coupled_choice import coupled_choice
-from truedraft.certify import exact
-from truedraft.certify.exact import expected_verdict
+from truedraft.certify.exact import answer_probs, expected_verdict
 from truedraft.core import probs as L
 from truedraft.core import transfers
-from truedraft.core.noise import KeyedNoise
+from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import Draw, DrawKind, Proposal
 from truedraft.core.tree import TokenTree
+from truedraft.core.verdict import Origin, Verdict
+from truedraft.errors import IncompatibleRuleError
 from truedraft.verification import CoupledSampling, SpeculativeSampling
 
 RULE = CoupledSampling()
+
+
+class LineNoise:
+    """Gumbel noise over two tokens with a given difference G1 - G0 at each depth: all that a choice depends on."""
+
+    def __init__(self, differences: list[float]) -> None:
+        self.differences = differences
+
+    def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
+        assert vocab == 2
+        return torch.tensor([0.0, self.differences[depth]], dtype=torch.float64, device=device)
+
+    def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
+        raise AssertionError("coupled sampling draws nothing by a uniform number")
+
+
+def logistic(x: float) -> float:
+    """P(G1 - G0 <= x) for two independent standard Gumbel numbers."""
+    return 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0
+
+
+def cells(edges: list[float]) -> list[tuple[float, float, float]]:
+    """The line cut at the edges: (width in probability, a value just above its lower end, its middle)."""
+    places = [-math.inf, *sorted({e for e in edges if math.isfinite(e)}), math.inf]
+    found = []
+    for low, high in itertools.pairwise(places):
+        width = (logistic(high) if high < math.inf else 1.0) - (logistic(low) if low > -math.inf else 0.0)
+        inside = (low + high) / 2 if math.isfinite(low + high) else (high - 1 if math.isfinite(high) else low + 1)
+        inside = inside if math.isfinite(inside) else 0.0
+        near = low + min(1e-9, (inside - low) / 2) if math.isfinite(low) else inside
+        found.append((width, near, inside))
+    return found
+
+
+def edge_of(dist: Tensor) -> float:
+    """Token 1 is chosen iff G1 - G0 > log p0 - log p1."""
+    p0, p1 = dist.tolist()
+    return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
 
 
 def drafted(world: World, difference: float) -> tuple[Proposal, Tensor]:
@@ -40,12 +80,12 @@ def test_joint_distribution_of_draft_and_target_over_two_tokens_in_every_cell(p:
         world = build(f"joint/{trial}", 2, [A1], p, q)
         target, draft = world.target.probs(()), world.drafters[0].probs(())
         joint = np.zeros((2, 2))
-        edges = [exact._edge(dist) for dist in (target, draft, *(world.target.probs((token,)) for token in range(2)))]
-        for width, places in exact._intervals(edges):
+        line = cells([edge_of(target), edge_of(draft), *(edge_of(world.target.probs((t,))) for t in range(2))])
+        for width, near, inside in line:
             seen = set()
-            for value in places:  # a cell is a cell: its ends and its middle agree
+            for value in (near, inside):  # a cell is a cell: its ends and its middle agree
                 proposal, probs = drafted(world, value)
-                verdict = RULE.verify([proposal], [probs], [exact._LineNoise([value, 0.0])])[0]
+                verdict = RULE.verify([proposal], [probs], [LineNoise([value, 0.0])])[0]
                 seen.add((proposal.tree.host_ids[0], verdict.tokens[0], len(verdict.path)))
             assert len(seen) == 1
             guess, token, count = seen.pop()
@@ -57,6 +97,12 @@ def test_joint_distribution_of_draft_and_target_over_two_tokens_in_every_cell(p:
         assert np.abs(joint.diagonal() - torch.minimum(target, draft).numpy()).max() < EXACT
         tv = float(L.total_variation(target, draft))
         assert joint.trace() >= (1 - tv) / (1 + tv) - EXACT
+
+
+def test_answers_over_two_tokens_have_the_targets_distribution_in_every_cell() -> None:
+    """Of every proposal, and of chains drafted under the noise that judges; the target goes on with the same noise."""
+    found = answer_probs(RULE, torch.device("cpu"))
+    assert found.distance < EXACT and found.moved == 0.0 and found.cells > 500
 
 
 # ------------------------------------------------------------------------------- three tokens, by quadrature
@@ -81,7 +127,7 @@ def test_choices_over_three_tokens_have_the_distribution_by_quadrature() -> None
     nodes, weights = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(60))
     for seed in range(6):
         dist = Table(f"race/{seed}", 3, "dense").probs(())
-        kink = exact._logistic(float(dist[0].log() - dist[1].log()))  # where the choice between tokens 0 and 1 flips
+        kink = logistic(float(dist[0].log() - dist[1].log()))  # where the choice between tokens 0 and 1 flips
         mass = [0.0, 0.0, 0.0]
         for low, high in [(0.0, kink), (kink, 1.0)]:
             v = (high - low) / 2 * nodes + (high + low) / 2
@@ -133,6 +179,23 @@ def test_choice_by_hand() -> None:
     assert coupled_choice(dist.float(), torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)).tolist() == [0, 1]
 
 
+def follow(proposal: Proposal, probs: Tensor, noise: KeyedNoise) -> Verdict:
+    """The walk in plain Python."""
+    return expected_verdict(Case(1.0, proposal, probs), noise)
+
+
+def test_batched_verify_follows_the_slow_walk() -> None:
+    worlds = [
+        build("walk", 3, plans, "dense", "dense", bare) for plans, bare in [((A2, A2), 0), ((W2, F2), -1), ((), -1)]
+    ]
+    cases = [case for world in worlds for case in world.every_proposal()]
+    noises = [KeyedNoise(seed=i, position=4, step=i % 5) for i in range(len(cases))]
+    verdicts = RULE.verify([c.proposal for c in cases], [c.probs for c in cases], noises)
+    assert verdicts == [follow(c.proposal, c.probs, noise) for c, noise in zip(cases, noises, strict=True)]
+    assert {len(verdict.path) for verdict in verdicts} == {0, 1, 2}
+    assert {verdict.final for verdict in verdicts} == {Origin.RECOVERED, Origin.BONUS}
+
+
 def large_case(number: int, vocab: int) -> tuple[Proposal, Tensor]:
     """A tree over a large vocabulary, whose distributions are dense, cut, or one-hot; some of its tokens get
     accepted."""
@@ -158,7 +221,7 @@ def test_large_vocabularies_follow_the_slow_walk_whatever_stands_beside_them() -
     proposals = [proposal for proposal, _ in cases]
     probs = [rows[: 1 + len(proposal.tree)] for proposal, rows in cases]
     noises = [KeyedNoise(number, 4, 1) for number in range(len(cases))]
-    expected = [expected_verdict(Case(1.0, *own), noise) for *own, noise in zip(proposals, probs, noises, strict=True)]
+    expected = [follow(*each) for each in zip(proposals, probs, noises, strict=True)]
     assert RULE.verify(proposals, probs, noises) == expected
     assert [
         RULE.verify([p], [dist], [noise])[0] for p, dist, noise in zip(proposals, probs, noises, strict=True)
@@ -175,6 +238,14 @@ def test_a_row_that_is_no_distribution_gives_some_token() -> None:
         broken = torch.full((1, vocab), math.nan)
         verdict = RULE.verify([Proposal.empty()], [broken], [KeyedNoise(1, 2, 3)])[0]
         assert 0 <= verdict.tokens[0] < vocab
+
+
+def test_greedy_requests_follow_the_argmax() -> None:
+    proposal = Proposal.deterministic(TokenTree.from_paths([[1, 0], [0]]))
+    probs = torch.tensor([[0.3, 0.4, 0.3], [0.5, 0.5, 0.0], [0.2, 0.2, 0.6], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    noise = KeyedNoise(1, 0, 0)
+    assert RULE.greedy_form.verify([proposal], [probs], [noise]) == [Verdict((0, 1), (1, 0, 2), Origin.BONUS)]
+    assert RULE.verify([proposal], [probs], [noise]) == [follow(proposal, probs, noise)]
 
 
 def any_proposal(
@@ -220,6 +291,13 @@ def test_same_seed_same_tokens_whatever_is_drafted() -> None:
         assert fewer < length
     assert answer(8, None)[0] != plain
     assert len(set(plain)) == vocab
+
+
+def test_kinds() -> None:
+    RULE.check(list(DrawKind), "anything")
+    SpeculativeSampling().check(set(DrawKind) - {COUPLED}, "anything")
+    with pytest.raises(IncompatibleRuleError, match=r"'speculative'.*coupled draws of drafter 'gumbel'.*independent"):
+        SpeculativeSampling().check([DrawKind.INDEPENDENT, COUPLED], "gumbel")
 
 
 def test_coupled_siblings_judged_by_ratio_would_be_wrong() -> None:

@@ -10,15 +10,24 @@ import pytest
 import torch
 from small_worlds import (
     A1,
+    A2,
+    EXACT,
+    F1,
+    F2,
+    TWO_DRAFTERS,
+    W1,
     W2,
+    W3,
     Case,
     build,
+    cell_probs,
     eagerly,
+    gap,
     run,
 )
 from torch import Tensor
 
-from truedraft.certify.cells import BELOW_ONE, ScriptedNoise
+from truedraft.certify.cells import BELOW_ONE, ScriptedNoise, kernel_probs, step_probs
 from truedraft.core import probs as L
 from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
@@ -27,14 +36,7 @@ from truedraft.core.proposal import Draw, DrawKind, Proposal, merge
 from truedraft.core.tree import TokenTree, TreeShape
 from truedraft.core.verdict import Origin, Verdict
 from truedraft.testing import altered
-from truedraft.verification import (
-    ArgmaxRule,
-    BlockVerification,
-    CoupledSampling,
-    Rule,
-    SpeculativeSampling,
-    TypicalAcceptance,
-)
+from truedraft.verification import ArgmaxRule, BlockVerification, CoupledSampling, Rule, SpeculativeSampling
 from truedraft.verification.walk import Number
 
 RULE, BLOCK = SpeculativeSampling(), BlockVerification()
@@ -215,9 +217,19 @@ def test_deterministic_candidates_are_judged_as_by_speculative_sampling() -> Non
     assert BLOCK.verify(*given) == RULE.verify(*given)
 
 
-@pytest.mark.parametrize("rule", [RULE, CoupledSampling(), BLOCK, ArgmaxRule(), TypicalAcceptance()])
+@pytest.mark.parametrize("rule", [RULE, CoupledSampling(), BLOCK, ArgmaxRule()], ids=lambda rule: rule.name)
 def test_no_requests_have_no_verdicts(rule: Rule) -> None:
     assert eagerly(rule, [], [], []) == rule.verify([], [], []) == []
+
+
+def test_verdicts_of_a_device_follow_the_distribution() -> None:
+    """Summed over its own cells, found by its own answers: the distribution of a step, with no help from the other
+    way."""
+    device = altered(RULE, verify=lambda *given: eagerly(RULE, *given))
+    for plans in ((A2, W1), (W3,), (F2, A1)):
+        cases = build("eager distribution", 3, plans).every_proposal()
+        theirs = step_probs(cases, [kernel_probs(RULE, case) for case in cases])
+        assert gap(step_probs(cases, cell_probs(device, cases)), theirs) < EXACT
 
 
 # ------------------------------------------------------------------------------- decisions by hand
@@ -233,6 +245,17 @@ def test_the_first_token_is_kept_exactly_below_its_acceptance_probability() -> N
     (kept, _), (gone, _) = run(RULE, [case, case], [{key: below, last: 0.0}, {key: 0.5}])
     assert kept == Verdict((0,), (0, 0), Origin.BONUS)
     assert gone == Verdict((), (1,), Origin.RECOVERED)  # norm(max(0, p - q)) is all on token 1
+
+
+def test_equal_distributions_accept_everything_and_disjoint_distributions_nothing() -> None:
+    dist = torch.tensor([[0.3, 0.7]], dtype=torch.float64)
+    one, other = torch.eye(2, dtype=torch.float64)[:, None]
+    equal = Case(1.0, Proposal.chain(torch.tensor([0]), dist), dist.expand(2, 2))
+    apart = Case(1.0, Proposal.chain(torch.tensor([0]), one), other.expand(2, 2))
+    key = (Purpose.ACCEPT, 0, 0)
+    (kept, _), (gone, _) = run(RULE, [equal, apart], [{key: BELOW_ONE}, {key: 0.0}])
+    assert kept.path == (0,)
+    assert gone == Verdict((), (1,), Origin.RECOVERED)
 
 
 def test_a_token_that_would_be_rejected_alone_is_kept_by_those_behind_it() -> None:
@@ -270,6 +293,28 @@ def test_keys_of_a_block_are_those_of_the_prefixes_longest_first() -> None:
             final = Purpose.RECOVERED if verdict.final is Origin.RECOVERED else Purpose.BONUS
             assert asked == [*prefixes, (final, kept, 0)]
             assert (verdict.final is Origin.BONUS) == (kept == 3)
+
+
+def test_temperature_zero_follows_the_argmax_whatever_the_noise() -> None:
+    for world in [build("greedy", 3, plans, "one-hot", "dense") for plans in [(A2, A1), (W3, W1), (F2, F2)]]:
+        cases = world.every_proposal()
+        for case, dist in zip(cases, cell_probs(RULE, cases), strict=True):
+            longest = max((verdict.tokens for verdict in dist), key=len)
+            for i, token in enumerate(longest):
+                assert token == int(world.target.probs(longest[:i]).argmax())
+            if case.proposal.kinds == {DrawKind.DETERMINISTIC}:
+                assert len(dist) == 1  # nothing is left to chance
+
+
+def test_a_batch_answers_as_each_request_alone_under_scripts() -> None:
+    worlds = [build("alone", 3, plans) for plans in [(A1, A1), (W2, F1), (), (TWO_DRAFTERS,)]]
+    cases = [case for world in worlds for case in world.every_proposal()][::3]
+    keys = [(purpose, depth, index) for purpose in list(Purpose) for depth in range(3) for index in range(3)]
+    numbers = torch.rand(len(cases), len(keys), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    scripts = [dict(zip(keys, own, strict=True)) for own in numbers.tolist()]
+    together = run(RULE, cases, scripts)
+    assert together == [run(RULE, [case], [script])[0] for case, script in zip(cases, scripts, strict=True)]
+    assert len({verdict for verdict, _ in together}) > 10
 
 
 def test_candidates_drafted_twice_and_candidates_that_hold_all_mass() -> None:

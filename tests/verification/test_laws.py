@@ -7,7 +7,6 @@ on a device, at one noise value in every decision cell; and by a reference in ex
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -45,6 +44,7 @@ from small_worlds import (
     repeated,
 )
 
+from support.broken_rules import DrawsFromTarget, RemovesNothing
 from truedraft.certify.cells import kernel_probs, step_probs
 from truedraft.core.proposal import DrawKind
 from truedraft.verification import ArgmaxRule, BlockVerification, CoupledSampling, Rule, SpeculativeSampling
@@ -179,30 +179,6 @@ def trees(vocab: int, *laws: tuple[tuple[Plan, ...], str, str, int]) -> list[Wor
     return [build("tree", vocab, plans, p, q, bare) for plans, p, q, bare in laws]
 
 
-_TREES_OF_2 = [
-    ((A2, A2), -1), ((W2, W2, A1), 0), ((F2, F2, F1), -1), ((TWO_DRAFTERS, W1), -1),
-    ((NODES["all kinds"], A1, W1), 1), ((), -1),
-]  # fmt: skip
-_TREES_OF_3 = [
-    ((A3, W1), "dense", "dense", 0), ((W3, A1), "dense", "dense", 1), ((W2, W2), "dense", "dense", -1),
-    ((W2, F2), "sparse", "dense", -1), ((F2, W2), "dense", "dense", -1), ((W2, A1), "one-hot", "dense", -1),
-    ((TWO_WITHOUT, F1), "dense", "dense", -1), ((), "dense", "dense", -1),
-]  # fmt: skip
-_BLOCKS_OF_2 = [
-    ((A2, A1, A1), "dense", "dense", -1), ((A1, A1, A2), "varied", "varied", -1),
-    ((A1, MERGED, A1), "dense", "dense", 0),
-]  # fmt: skip
-_BLOCKS_OF_3 = [
-    ((A1,) * 4, "dense", "dense", -1), ((A1,) * 3, "dense", "dense", 1), ((F1, A1, A1), "dense", "dense", -1),
-    ((A1, F2, A1), "dense", "sparse", -1), ((A1, A1, F1), "sparse", "dense", 1), ((F2, F1), "dense", "dense", -1),
-    ((), "dense", "dense", -1),
-]  # fmt: skip
-
-
-def blocks(vocab: int, depths: Sequence[int], styles: list[tuple[str, str]]) -> list[World]:
-    return [build("block cells", vocab, [A1] * depth, p, q) for depth in depths for p, q in styles]
-
-
 CELLS: dict[str, tuple[Rule, list[World]]] = {
     "nodes, 2 tokens": (ALONE, nodes(2, STYLES)),
     "nodes, 3 tokens": (ALONE, nodes(3, STYLES[:4])),
@@ -212,14 +188,74 @@ CELLS: dict[str, tuple[Rule, list[World]]] = {
     "chains, 3 tokens": (ALONE, chains(3, 3)),
     "chains, 4 tokens": (ALONE, chains(4, 2)),
     "chains, 5 tokens": (ALONE, chains(5, 2)),
-    "trees, 2 tokens": (ALONE, trees(2, *((plans, *style, bare) for style in SOME[:2] for plans, bare in _TREES_OF_2))),
-    "trees, 3 tokens": (ALONE, trees(3, *_TREES_OF_3)),
-    "blocks, 2 tokens": (BLOCK, [*blocks(2, [4], STYLES), *trees(2, *_BLOCKS_OF_2)]),
+    "trees, 2 tokens": (
+        ALONE,
+        trees(
+            2,
+            *(
+                (plans, p, q, bare)
+                for p, q in SOME[:2]
+                for plans, bare in [
+                    ((A2, A2), -1),
+                    ((W2, W2, A1), 0),
+                    ((F2, F2, F1), -1),
+                    ((TWO_DRAFTERS, W1), -1),
+                    ((NODES["all kinds"], A1, W1), 1),
+                    ((), -1),
+                ]
+            ),
+        ),
+    ),
+    "trees, 3 tokens": (
+        ALONE,
+        trees(
+            3,
+            ((A3, W1), "dense", "dense", 0),
+            ((W3, A1), "dense", "dense", 1),
+            ((W2, W2), "dense", "dense", -1),
+            ((W2, F2), "sparse", "dense", -1),
+            ((F2, W2), "dense", "dense", -1),
+            ((W2, A1), "one-hot", "dense", -1),
+            ((TWO_WITHOUT, F1), "dense", "dense", -1),
+            ((), "dense", "dense", -1),
+        ),
+    ),
+    "blocks, 2 tokens": (
+        BLOCK,
+        [
+            *(build("block cells", 2, [A1] * 4, p, q) for p, q in STYLES),
+            *trees(
+                2,
+                ((A2, A1, A1), "dense", "dense", -1),
+                ((A1, A1, A2), "varied", "varied", -1),
+                ((A1, MERGED, A1), "dense", "dense", 0),
+            ),
+        ],
+    ),
     "blocks, 3 tokens": (
         BLOCK,
-        [*blocks(3, [2, 3], [*PLAIN, *SOME[1:2]]), *blocks(3, [2], STYLES), *trees(3, *_BLOCKS_OF_3)],
+        [
+            *(build("block cells", 3, [A1] * depth, p, q) for depth in (2, 3) for p, q in [*PLAIN, *SOME[1:2]]),
+            *(build("block cells", 3, [A1] * 2, p, q) for p, q in STYLES),
+            *trees(
+                3,
+                ((A1,) * 4, "dense", "dense", -1),
+                ((A1,) * 3, "dense", "dense", 1),
+                ((F1, A1, A1), "dense", "dense", -1),
+                ((A1, F2, A1), "dense", "sparse", -1),
+                ((A1, A1, F1), "sparse", "dense", 1),
+                ((F2, F1), "dense", "dense", -1),
+                ((), "dense", "dense", -1),
+            ),
+        ],
     ),
-    "blocks, 4 tokens": (BLOCK, [*blocks(4, [2], STYLES[:2]), *trees(4, ((A1, F1, A1), "sparse", "dense", -1))]),
+    "blocks, 4 tokens": (
+        BLOCK,
+        [
+            *(build("block cells", 4, [A1] * 2, "dense", q) for q in ("dense", "sparse")),
+            *trees(4, ((A1, F1, A1), "sparse", "dense", -1)),
+        ],
+    ),
     "blocks, 5 tokens": (
         BLOCK,
         trees(5, ((A1, A1), "dense", "dense", -1), ((F1, A1, A1), "dense", "dense", -1)),
@@ -284,6 +320,26 @@ def test_the_reference_in_fractions_agrees(name: str) -> None:
     assert gap(emitted_dist(rule, world.target.probs, world.scheme, 3), expected) < EXACT
 
 
+class AcceptsHalf(SpeculativeSampling):
+    def accept_probability(self, p_x: float, q_x: float) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("name", ["chain", "siblings with repeats", "tree without replacement", "all kinds"])
+def test_the_reference_also_predicts_what_wrong_rules_emit(name: str) -> None:
+    """Agreement above is no accident of both being exact: wrong parts give the same wrong distribution on both
+    sides."""
+    world = REFERENCE_WORLDS[name]
+    wrong = [
+        (AcceptsHalf(), Reference(world, accept=lambda p_x, q_x: Fraction(1, 2))),
+        (DrawsFromTarget(), Reference(world, rejected=lambda p, q: p)),
+        (RemovesNothing(), Reference(world, take_out=lambda q, token: q)),
+    ]
+    for rule, reference in wrong:
+        assert gap(emitted_dist(rule, world.target.probs, world.scheme, 2), reference.emitted(2)) < EXACT
+    assert gap(wrong[0][1].emitted(2), reference.target(2)) > 0.01
+
+
 # ------------------------------------------------------------------------------- blocks keep no fewer tokens
 
 
@@ -303,3 +359,17 @@ def test_the_papers_example() -> None:
         cases = world.every_proposal()
         step = step_probs(cases, [kernel_probs(rule, case) for case in cases])
         assert sum(count * mass for (_, count), mass in step.items()) == pytest.approx(kept, abs=EXACT)
+
+
+@pytest.mark.parametrize(("vocab", "depth"), [(2, 1), (2, 3), (3, 2), (4, 2)])
+def test_no_fewer_tokens_are_kept_than_token_by_token(vocab: int, depth: int) -> None:
+    """In exact fractions, for each number of tokens: at least as many are kept at least as often."""
+    gains = []
+    for number, (p, q) in itertools.product(range(3), STYLES):
+        world = build(f"gain {number}", vocab, [A1] * depth, p, q)
+        alone, jointly = Reference(world).step(()), BlockReference(world).step(())
+        for least in range(1, depth + 1):
+            kept = [sum(mass for (_, count), mass in step.items() if count >= least) for step in (alone, jointly)]
+            assert kept[0] <= kept[1]
+        gains.append(mean_kept(jointly) - mean_kept(alone))
+    assert (max(gains) > Fraction(1, 100)) if depth > 1 else not any(gains)

@@ -24,18 +24,18 @@ from small_worlds import (
     World,
     build,
     cell_probs,
-    eagerly,
     gap,
     run,
 )
 
 from truedraft.certify.cells import BELOW_ONE, completed, kernel_probs, step_probs
+from truedraft.core import transfers
 from truedraft.core.noise import KeyedNoise, Purpose
 from truedraft.core.params import SamplingParams
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Origin, Verdict
-from truedraft.errors import OptionError
+from truedraft.errors import IncompatibleRuleError, OptionError
 from truedraft.verification import LenientSampling, Rule, SpeculativeSampling
 from truedraft.verification.exact import distance, emitted_dist, target_dist
 from truedraft.verification.lossy import LenientArgmax
@@ -171,6 +171,14 @@ def test_a_lenience_out_of_range_is_refused(lenience: float) -> None:
             rule(lenience)
 
 
+def test_it_judges_what_speculative_sampling_judges() -> None:
+    rule = LenientSampling(0.5)
+    rule.check([DrawKind.INDEPENDENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.DETERMINISTIC], "x")
+    with pytest.raises(IncompatibleRuleError, match="cannot judge coupled draws"):
+        rule.check([DrawKind.COUPLED], "x")
+    assert not rule.lossless and rule.spec == "speculative,lenience=0.5"
+
+
 # ------------------------------------------------------------------------------- at temperature 0
 
 
@@ -205,12 +213,15 @@ def test_the_form_at_temperature_zero_is_one_object() -> None:
     assert rule.greedy_form.options(SamplingParams()) == SamplingParams(temperature=1.0)
 
 
-def test_a_device_gives_the_same_verdicts() -> None:
+def test_a_device_gives_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worked out for all walks at once, or looked at as the walk goes."""
     rule = LenientSampling(0.4)
     for plans in [(A2, A1), (W3, A1), (F3, F2), (NODES["all kinds"],)]:
         cases = build("device", 3, plans).every_proposal()[::7]
         noise = [KeyedNoise(i, 5, 1) for i in range(len(cases))]
         asked = [case.proposal for case in cases], [case.probs for case in cases], noise
-        here, there = rule.verify(*asked), eagerly(rule, *asked)
+        here = rule.verify(*asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers, "waits", lambda device: True)
+            there = rule.verify(*asked)
         assert there == here and [each.divergence for each in there] == [each.divergence for each in here]

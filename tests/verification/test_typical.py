@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_worlds import (
     A1,
+    CAUGHT,
     COUPLED,
     EXACT,
     F1,
@@ -19,6 +20,8 @@ from small_worlds import (
     W2,
     Case,
     build,
+    by_kernel,
+    by_verify,
     cell_probs,
     gap,
     repeated,
@@ -31,7 +34,7 @@ from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.tree import TokenTree
 from truedraft.core.verdict import Divergence, Origin, Verdict
 from truedraft.errors import OptionError
-from truedraft.verification import Rule, TypicalAcceptance
+from truedraft.verification import Rule, SpeculativeSampling, TypicalAcceptance
 from truedraft.verification.lossy import LenientArgmax
 
 RULE = TypicalAcceptance()
@@ -145,6 +148,20 @@ WORLDS = {
 }
 
 
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_is_not_exact_by_the_test_that_finds_the_lossless_rule_exact(name: str) -> None:
+    world = WORLDS[name]
+    assert by_verify(SpeculativeSampling(), world) < EXACT
+    assert by_verify(RULE, world) > CAUGHT
+
+
+@pytest.mark.parametrize("name", ["drawn chain", "fixed chain", "siblings", "top-3 of one head"])
+def test_nor_by_the_recursion_over_the_kernel(name: str) -> None:
+    world = WORLDS[name]
+    assert by_kernel(SpeculativeSampling(), world) < EXACT
+    assert by_kernel(RULE, world) > CAUGHT
+
+
 @pytest.mark.parametrize("rule", [RULE, TypicalAcceptance(0.3, 0.9), LenientArgmax(0.5)], ids=lambda rule: rule.spec)
 def test_the_kernel_says_what_verify_does_where_nothing_lies_below_siblings(rule: Rule) -> None:
     plans = [(A1, A1), (F1, F1, F1), (W2,), (F3,), (repeated(2, COUPLED),), (F1, F2)]
@@ -203,6 +220,10 @@ def test_values_out_of_range_are_refused(epsilon: float, delta: float, name: str
         TypicalAcceptance(epsilon, delta)
     with pytest.raises(OptionError, match="finite"):
         TypicalAcceptance(delta=math.inf)
+
+
+def test_an_empty_batch() -> None:
+    assert RULE.verify([], [], []) == []
 
 
 def test_a_batch_answers_as_each_request_alone() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,7 +24,7 @@ from storages import CALLS, HEADS, KEY_WIDTH, LIMIT, assert_holds, fill, filled,
 
 from truedraft.errors import CacheError
 from truedraft.models.cache import PAGE, PagePool, Pages, PrefixCache, RequestCache
-from truedraft.models.cache.pages import pages_for
+from truedraft.models.cache.pages import pages_for, rows_of
 
 PAGE_BYTES = 2 * CALLS * HEADS * KEY_WIDTH * PAGE * 4
 
@@ -351,3 +351,12 @@ def test_random_lives_of_requests() -> None:
     run_state_machine_as_test(
         PagesBesidePlainLists, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
     )
+
+
+@given(table=st.lists(st.integers(0, 99), min_size=1, max_size=6), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_rows_by_definition(table: list[int], data: st.DataObject) -> None:
+    end = data.draw(st.integers(0, len(table) * PAGE))
+    first = data.draw(st.integers(0, end))
+    every = [page * PAGE + place for page in table for place in range(PAGE)]
+    assert rows_of(np.array(table), first, end).tolist() == every[first:end]
