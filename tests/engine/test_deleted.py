@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
 from kinds.eagle.test_eagle import Replayed, head
-from support.answers import fixed
 from support.backends import HostRecorder, graph_backend
 from support.layer_heads import as_transformers_runs_it
 from support.tiny_models import VOCAB, noisy_stock, stock
@@ -47,7 +46,7 @@ def with_draft(controller: str = "fixed") -> Engine:
 
 
 def with_head() -> Engine:
-    return fixed(Recorded(as_transformers_runs_it()), Replayed(head()), max_batch=2)
+    return Engine(Recorded(as_transformers_runs_it()), Replayed(head()), controller="fixed", max_batch=2)
 
 
 def watched(engine: Engine) -> dict[str, weakref.ref[Any]]:
@@ -83,8 +82,11 @@ def by_tasks(engine: Engine) -> Any:
 
 
 def by_threads(engine: Engine) -> None:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        list(pool.map(lambda prompt: engine.generate(prompt, PARAMS).error, PROMPTS))
+    threads = [threading.Thread(target=engine.generate, args=(prompt, PARAMS)) for prompt in PROMPTS]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
 
 
 def with_listener(engine: Engine) -> Any:
@@ -120,24 +122,20 @@ def failing(engine: Engine) -> Any:
     return answers
 
 
-MAKERS: dict[str, Callable[[], Engine]] = {
-    "draft": with_draft,
-    "head": with_head,
-    "a draft that is measured": partial(with_draft, "goodput"),
-}
-USES: dict[str, list[Use]] = {
-    "draft": [left_early, by_tasks, by_threads, with_listener, with_requests, ready, failing],
-    "head": [with_listener, ready, failing],
-    "a draft that is measured": [left_early, by_threads, with_requests],
-}
+USES: list[Use] = [left_early, by_tasks, by_threads, with_listener, with_requests, ready, failing]
 
 
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:the step failed")
-@pytest.mark.parametrize(("make", "use"), [(make, use) for make, uses in USES.items() for use in uses])
-def test_nothing_keeps_an_engine_that_is_deleted(make: str, use: Use, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize(
+    "make", [with_draft, with_head, partial(with_draft, "goodput")], ids=["draft", "head", "a draft that is measured"]
+)
+def test_nothing_keeps_an_engine_that_is_deleted(
+    make: Callable[[], Engine], use: Use, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("CRITICAL", "truedraft.engine")  # the fixture keeps errors that are logged, with their frames
-    engine = MAKERS[make]()
+    engine = make()
     kept = use(engine)
     held = watched(engine)
     assert all(each() is not None for each in held.values())
