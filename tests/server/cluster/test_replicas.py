@@ -178,6 +178,7 @@ def test_ray_knows_the_numbers_of_each_replica(url: str) -> None:
 
 
 def test_a_kill_ends_requests_with_an_error_that_says_so_and_the_service_comes_back(url: str) -> None:
+    until(lambda: len(replicas_below(os.getpid())) == 2)  # those of an earlier test have ended
     with ThreadPoolExecutor(16) as pool:  # so many that none is as fast as to be done with all
         begun = threading.Semaphore(0)
         wholes = [pool.submit(post, url, LONG) for _ in range(8)]
