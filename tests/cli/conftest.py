@@ -78,6 +78,12 @@ def nothing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("truedraft.cli.session._PATIENCE_S", 3600.0)
 
 
+@pytest.fixture(autouse=True)
+def a_server_logs_nothing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handlers would stay for the other tests of this process."""
+    monkeypatch.setattr("truedraft.cli.serve._log_to_standard_error", lambda: None)
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     """A file to train heads on."""

@@ -114,7 +114,6 @@ def test_open_requests_go_on_while_it_stops_and_end_when_it_is_told_twice() -> N
 
 
 def test_what_cannot_be_served_is_said_in_a_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_log_to_standard_error", lambda: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     for words, message in (
         (("--learn",), "can learn while it serves: heads that were trained, and draft models"),
