@@ -39,7 +39,7 @@ def planted_variation(fault: str, detail: str) -> float:
 def test_sound_samplers_raise_no_alarm(name: str, runs: int) -> None:
     """An e-value of 1,000 comes up in one of a thousand sound ones, at most; seeds are fixed."""
     for seed in range(runs):
-        found = certify_sampler(sampler(name, SOUND[name]), seconds=LONG, rows=40, worlds=FEW, seed=seed)
+        found = certify_sampler(sampler(SOUND[name]), seconds=LONG, rows=40, worlds=FEW, seed=seed)
         assert len(found.facts["runs"]) == 1
         assert found.facts["runs"][0]["rows_to"] == {"1e3": None, "1e6": None}
         assert "fault" not in named(found).facts
@@ -47,7 +47,7 @@ def test_sound_samplers_raise_no_alarm(name: str, runs: int) -> None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_sampler_is_lossless_where_enough_was_seen(name: str) -> None:
-    found = certified(sampler(name, SOUND[name]), rows=30_000)
+    found = certified(sampler(SOUND[name]), rows=30_000)
     assert named(found).status is Status.HOLDS
     assert found.facts["runs"][0]["log10_e"] < 0.0
     assert named(found).facts["smallest_detectable_tv"] <= 0.05
@@ -67,10 +67,9 @@ def test_half_precision_is_not_called_faulty() -> None:
     assert "fault" not in named(found).facts
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_named(name: str) -> None:
-    own, fault, detail = FAULTS[name]
-    found = certified(own)
+@pytest.mark.parametrize(("fault", "detail"), FAULTS)
+def test_a_fault_is_found_and_named(fault: str, detail: str) -> None:
+    found = certified(FAULTS[fault, detail])
     assert named(found).status is Status.FAILS
     assert (named(found).facts["fault"], named(found).facts["detail"]) == (fault, detail)
     assert named(found).facts["log10_over_next"] > 1.0
@@ -85,7 +84,7 @@ def test_a_fault_is_found_and_named(name: str) -> None:
 
 
 def test_few_rows_are_not_enough_evidence() -> None:
-    found = certified(sampler("sound"), rows=20)
+    found = certified(sampler(), rows=20)
     assert named(found).status is Status.NOT_ENOUGH
     assert named(found).facts["smallest_detectable_tv"] > 0.05
 
@@ -150,7 +149,7 @@ def test_going_on_behind_a_rejected_token_is_told() -> None:
 
 
 def test_runs_are_a_function_of_their_seed() -> None:
-    own = sampler("sound")
+    own = sampler()
     first, again, other = (certified(own, rows=20, seed=seed) for seed in (3, 3, 4))
     assert first.facts == again.facts and first.findings == again.findings
     assert not math.isclose(first.facts["runs"][0]["log10_e"], other.facts["runs"][0]["log10_e"])
