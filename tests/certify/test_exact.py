@@ -5,7 +5,7 @@ Nothing here is left to chance: noise is either summed over or keyed by fixed se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from certify.planted_faults import findings_of, markov
 from support.broken_rules import AcceptsAlways, DrawsFromTarget, PassesByWeight, hiding
+from support.faulty_parts import replaced_probs
 from truedraft import SamplingParams
 from truedraft.certify import exact, faults
 from truedraft.certify.cells import decision_cells, mass_that_moves, probs_of
@@ -146,12 +147,7 @@ def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "kind"),
-    [
-        (AcceptsAlways(), DRAWN),
-        (AcceptsAlways(), FIXED),
-        (DrawsFromTarget(), REMOVED),
-        (PassesByWeight(), DRAWN),
-    ],
+    [(AcceptsAlways(), DRAWN), (AcceptsAlways(), FIXED), (DrawsFromTarget(), REMOVED), (PassesByWeight(), DRAWN)],
     ids=lambda each: each.value if isinstance(each, DrawKind) else type(each).__name__,
 )
 def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: DrawKind) -> None:
@@ -234,10 +230,6 @@ def test_seeded_and_greedy_requests_hold() -> None:
 # ------------------------------------------------------------------------------- coupled rules broken on purpose
 
 
-def by_other_probs(rule: Rule, changed: Callable[[Tensor], Tensor]) -> Rule:
-    return faults.given_another(rule, lambda own, probs, noise: (own, changed(probs), noise))
-
-
 def follows_draft(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
     """Follows the first drafted child, wherever there is one."""
     first = next(iter(proposal.tree.shape.children[0]), None)
@@ -262,8 +254,8 @@ DRAFT_FOLLOWED = faults.judging(COUPLED_RULE, follows_draft)
             altered(DRAFT_FOLLOWED, greedy_form=faults.judging(GREEDY_RULE, follows_draft)),
             {"coupled walks", "coupled distribution, every cell", "greedy walks"},
         ),
-        (altered(COUPLED_RULE, greedy_form=by_other_probs(GREEDY_RULE, highest_first)), {"greedy walks"}),
-        (by_other_probs(COUPLED_RULE, lambda p: p**0.8), {"coupled walks", "coupled distribution, every cell"}),
+        (altered(COUPLED_RULE, greedy_form=replaced_probs(GREEDY_RULE, highest_first)), {"greedy walks"}),
+        (replaced_probs(COUPLED_RULE, lambda p: p**0.8), {"coupled walks", "coupled distribution, every cell"}),
         (SpeculativeSampling(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
     ],
     ids=["follows the draft", "ties to the highest", "another temperature", "speculative sampling"],
@@ -309,7 +301,7 @@ def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
     def likelier_half(p: Tensor) -> Tensor:
         return p * (p >= p.median(dim=-1, keepdim=True).values) if p.shape[-1] > 1000 else p
 
-    found = findings(SpeculativeSampling(), seeded=True, by=by_other_probs(COUPLED_RULE, likelier_half))
+    found = findings(SpeculativeSampling(), seeded=True, by=replaced_probs(COUPLED_RULE, likelier_half))
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled walks"}
 
 

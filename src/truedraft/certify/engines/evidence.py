@@ -23,7 +23,14 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, EventTests, TokenTests, log_mean
-from truedraft.certify.engines.answer_probs import LEAST_SURE, AnswerProbs
+from truedraft.certify.engines.answer_probs import (
+    LEAST_SURE,
+    AnswerProbs,
+    Judge,
+    filtered,
+    judging_logits,
+    with_one_end,
+)
 from truedraft.certify.faults import argmax
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
@@ -188,6 +195,26 @@ def ngram_candidates(answer: AnswerProbs) -> Tensor:
         for size in range(1, _NGRAM + 1):
             if place >= size:
                 seen[tuple(text[place - size : place])] = place
+    return found
+
+
+def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
+    """The drafts' distributions at the tokens of an answer, under its options."""
+    found = {COPIED: ngram_candidates(answer)}
+    for name, model in judge.drafts.items():
+        found[name] = torch.zeros_like(answer.probs)
+        known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
+        # A row depends only on tokens before its own, so its own token may be one that the draft does not have.
+        first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
+        if known < first or last <= first:  # a draft that cannot read the text proposes nothing
+            continue
+        following = [*answer.text[first : last - 1], 0]  # no row sees the last
+        (logits,) = judging_logits(model, [(answer.question.prompt, following)])
+        ids = min(model.vocab_size, judge.target.vocab_size)
+        rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
+        rows[:, :ids] = logits[:, :ids]
+        probs = filtered(rows, answer.question.params, judge.filters).probs
+        found[name][: len(rows)] = with_one_end(probs, answer.ends)
     return found
 
 
