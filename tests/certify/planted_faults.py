@@ -9,12 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from support.faulty_parts import raising
 from truedraft import SamplingParams
-from truedraft.certify.checks import Check, Context, Finding, Stack
+from truedraft.certify import faults
+from truedraft.certify.checks import Check, Context, Finding, Part, Stack, Status
 from truedraft.core.probs import batch_probs
 from truedraft.core.tree import TreeShape, chain_shape
-from truedraft.drafters import DraftModel
-from truedraft.drafters.base import DraftRequest, StepOutcome
+from truedraft.drafters import DraftModel, PromptLookup
+from truedraft.drafters.base import Drafter, DraftRequest, StepOutcome
 from truedraft.models.base import ForwardOutput, LanguageModel, Segment
 from truedraft.testing import MarkovModel, altered
 from truedraft.verification import SpeculativeSampling
@@ -75,32 +77,53 @@ class ForgetsTheLast(DraftModel):
                 self.caches[request.id].length += 1
 
 
+def gives_up() -> Drafter:
+    """A drafter that always raises: engines go on without it, so its answers are plain decoding's."""
+    return raising(PromptLookup(), "out of order", propose=lambda *given: True)
+
+
+def with_logits(inner: LanguageModel, changed: Callable[[Sequence[Segment], Tensor], Tensor]) -> LanguageModel:
+    """A target with other logits `[rows, vocab]`, by the segments of the forward."""
+
+    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+        output = inner.forward(segments)
+        return replace(output, logits=changed(segments, output.logits))
+
+    return altered(inner, forward=forward)
+
+
 def row_noise(inner: LanguageModel, size: float) -> LanguageModel:
     """Logits that move by up to `size`, in a way that depends on how many tokens share the forward."""
 
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
+    def moved(segments: Sequence[Segment], logits: Tensor) -> Tensor:
         rows = sum(len(segment.tokens) for segment in segments)
-        output = inner.forward(segments)
-        noise = torch.rand(output.logits.shape[-1], generator=torch.Generator().manual_seed(rows))
-        return ForwardOutput(output.logits + size * (2 * noise - 1), output.hidden)
+        noise = torch.rand(logits.shape[-1], generator=torch.Generator().manual_seed(rows))
+        return logits + size * (2 * noise - 1)
 
-    return altered(inner, forward=forward)
+    return with_logits(inner, moved)
+
+
+def third_at(temperature: float) -> LanguageModel:
+    """`markov(0)`, but the third request of a step is answered at another temperature than it asked for."""
+
+    def changed(segments: Sequence[Segment], logits: Tensor) -> Tensor:
+        rows = list(logits.split([len(segment.rows) for segment in segments]))
+        if len(rows) > 2:
+            rows[2] = rows[2] / temperature
+        return torch.cat(rows)
+
+    return with_logits(markov(0), changed)
 
 
 def drafted_error(inner: LanguageModel, size: float) -> LanguageModel:
     """Logits of drafted rows that are off by up to `size`; all rows of plain decoding, prompts included, are right."""
 
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        drafted = [
-            row > 0 and segment.cache.length > 0 and len(segment.tokens) > 1
-            for segment in segments
-            for row in segment.rows
-        ]
-        output = inner.forward(segments)
-        noise = 2 * torch.rand(output.logits.shape, generator=torch.Generator().manual_seed(len(drafted))) - 1
-        return replace(output, logits=output.logits + (size * noise * torch.tensor(drafted)[:, None]).to(inner.dtype))
+    def changed(segments: Sequence[Segment], logits: Tensor) -> Tensor:
+        drafted = [row > 0 and len(each.tokens) > 1 and each.cache.length > 0 for each in segments for row in each.rows]
+        noise = 2 * torch.rand(logits.shape, generator=torch.Generator().manual_seed(len(drafted))) - 1
+        return logits + (size * noise * torch.tensor(drafted)[:, None]).to(inner.dtype)
 
-    return altered(inner, forward=forward)
+    return with_logits(inner, changed)
 
 
 def markov(
@@ -132,6 +155,16 @@ def healthy() -> Stack:
 def chain() -> DraftModel:
     """Chains of three for `markov(0)`, often, not always right."""
     return DraftModel(markov(0, astray=1.0), num_speculative_tokens=3)
+
+
+HARMLESS = replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)
+"""A fault that is none: its formula says that it puts distributions off, the code does not."""
+
+
+def said_of_tokens(tokens: int = 20_000, detectable: float = 0.03) -> Finding:
+    """What the tests of sampled tokens said when they certified."""
+    facts = {"tokens": tokens, "smallest_detectable_tv": detectable, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
+    return Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", {"tests": 1, **facts})
 
 
 def findings_of(

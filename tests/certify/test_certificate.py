@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
-from certify.planted_faults import TEXTS, ForgetsTheLast, healthy, markov
-from support.faulty_parts import keeps_rejected
+from certify.planted_faults import TEXTS, ForgetsTheLast, chain, gives_up, healthy, markov
+from support.faulty_parts import keeps_rejected, raising
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import certify, faults
@@ -34,20 +35,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
 
 
 @pytest.mark.parametrize(
-    "params",
-    [WARM, replace(WARM, temperature=0.0), replace(WARM, seed=1)],
-    ids=["sampled", "greedy", "seeded"],
+    "params", [WARM, replace(WARM, temperature=0.0), replace(WARM, seed=1)], ids=["sampled", "greedy", "seeded"]
 )
 def test_a_correct_stack_is_certified(params: SamplingParams) -> None:
-    told: dict[Part, list[float]] = {}
-    certificate = certify(
-        healthy(),
-        TEXTS,
-        params,
-        batch=3,
-        seconds=SECONDS,
-        tell=lambda part, done: told.setdefault(part, []).append(done),
-    )
+    told: dict[Part, list[float]] = defaultdict(list)
+    told_of = lambda part, done: told[part].append(done)  # noqa: E731
+    certificate = certify(healthy(), TEXTS, params, batch=3, seconds=SECONDS, tell=told_of)
     assert certificate.issued, certificate.verdict
     assert certificate.verdict.startswith("CERTIFIED")
     parts = {finding.part for finding in certificate.findings}
@@ -102,17 +95,10 @@ def test_bad_input_is_one_sentence() -> None:
     ):
         with pytest.raises(OptionError, match=words):
             certify(healthy(), texts, WARM, **options)
-        with pytest.raises(OptionError, match="lossy"):
-            certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, seed=1))
-        with pytest.raises(OptionError, match="leave out penalties"):
-            certify(healthy(), TEXTS, replace(WARM, presence_penalty=0.5))
-
-
-class GivesUp(PromptLookup):
-    """A drafter that always raises: engines go on without it, so its answers are plain decoding's."""
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        raise RuntimeError("out of order")
+    with pytest.raises(OptionError, match="lossy"):
+        certify(healthy().but(rule=rule_from_spec("typical")), TEXTS, replace(WARM, seed=1))
+    with pytest.raises(OptionError, match="leave out penalties"):
+        certify(healthy(), TEXTS, replace(WARM, presence_penalty=0.5))
 
 
 @pytest.mark.plants_failures
@@ -127,7 +113,7 @@ class GivesUp(PromptLookup):
 )
 def test_a_drafter_that_gives_up_is_never_certified(temperature: float, rule: str, parts: set[Part]) -> None:
     """Whatever part meets it says so, with the drafter's name; no part ends the certificate."""
-    stack = healthy().but(drafter=GivesUp(), rule=rule_from_spec(rule))
+    stack = healthy().but(drafter=gives_up(), rule=rule_from_spec(rule))
     told: list[str] = []
     certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), seconds=SECONDS, announce=told.append)
     assert not certificate.issued
@@ -137,21 +123,15 @@ def test_a_drafter_that_gives_up_is_never_certified(temperature: float, rule: st
     assert any(finding.part is Part.INVARIANCE for finding in certificate.findings)
 
 
-class FailsTogether(DraftModel):
-    """Cannot draft for several requests at once; the engine asks for each alone, and answers are right."""
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        if len(batch) > 1:
-            raise RuntimeError("out of place")
-        return super().propose(batch, budgets, noise)
-
-
 @pytest.mark.plants_failures
 @pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), pytest.param(0.0, 3, marks=pytest.mark.slow), (1.0, 3)])
 def test_what_an_engine_got_over_keeps_a_certificate_from_being_issued(temperature: float, batch: int) -> None:
-    """Beside neighbours too, so at one request at a time as well."""
-    stack = healthy().but(drafter=FailsTogether(markov(0, astray=1.0), 3))
+    """A drafter cannot draft for several requests at once, so the engine asks for each alone, and answers are right.
+
+    Beside neighbours too, so at one request at a time as well.
+    """
+    stack = healthy().but(drafter=raising(chain(), propose=lambda batch, *_: len(batch) > 1))
     certificate = certify(stack, TEXTS, replace(WARM, temperature=temperature), batch=batch, seconds=SECONDS)
     assert not certificate.issued
     met = {Part.INVARIANCE} | ({Part.EQUALITY} if batch > 1 else set()) | ({Part.STATISTICAL} if temperature else set())

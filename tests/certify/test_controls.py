@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from certify.planted_faults import TEXTS, chain, healthy, markov
+from certify.planted_faults import HARMLESS, TEXTS, chain, healthy, markov, said_of_tokens
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import controls, faults
 from truedraft.certify.checks import Context, Finding, Part, Stack, Status
-from truedraft.certify.controls import (
-    ComparedControls,
-    SampledControls,
-)
+from truedraft.certify.controls import ComparedControls, SampledControls
 from truedraft.drafters import DraftModel, NoDrafter, PromptLookup
 from truedraft.drafters.base import Drafter
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
@@ -23,27 +18,9 @@ FOREVER = 600.0
 WARM = SamplingParams(temperature=1.0)
 
 
-def stack_of(drafter: Drafter, rule: Rule | None = None) -> Stack:
-    return Stack(markov(0), drafter, rule if rule is not None else SpeculativeSampling())
-
-
-def sampled(tokens: int = 20_000, detectable: float = 0.03) -> Finding:
-    """What the tests of sampled tokens said when they certified."""
-    facts = {
-        "tests": 1,
-        "tokens": tokens,
-        "smallest_detectable_tv": detectable,
-        "rounding_allowed_tv": 0.0,
-        "false_alarm": 1e-3,
-    }
-    return Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", facts)
-
-
-def shown(
-    stack: Stack, params: SamplingParams = WARM, *, check: SampledControls | None = None, **said: float
-) -> list[Finding]:
-    context = Context(stack, TEXTS, params, seconds=FOREVER, earlier=[sampled(**said)])  # type: ignore[arg-type]
-    return (check or SampledControls()).run(context)
+def shown(stack: Stack, params: SamplingParams = WARM, **said: float) -> list[Finding]:
+    context = Context(stack, TEXTS, params, seconds=FOREVER, earlier=[said_of_tokens(**said)])  # type: ignore[arg-type]
+    return SampledControls().run(context)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +35,7 @@ def shown(
     ids=["draft", "block", "tree", "prompt lookup", "none"],
 )
 def test_every_fault_is_found(drafter: Drafter, rule: Rule, params: SamplingParams) -> None:
-    findings = shown(stack_of(drafter, rule), params)
+    findings = shown(healthy().but(drafter=drafter, rule=rule), params)
     assert [finding.name for finding in findings] == [control.name for control in controls.SAMPLED]
     for finding in findings:
         assert finding.part is Part.CONTROLS
@@ -76,13 +53,11 @@ def test_a_fault_too_small_for_what_was_certified_does_not_count() -> None:
     assert {finding.status for finding in undecided} == {Status.NOT_ENOUGH}
 
 
-HARMLESS = SampledControls([replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)])
-"""A fault that is none: its formula says that it puts distributions off, the code does not."""
-
-
 def test_no_time_for_a_fault_that_is_none_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     time = VirtualTime(monkeypatch, step_s=1.0)
-    (finding,) = HARMLESS.run(Context(healthy(), TEXTS, WARM, seconds=20.0, earlier=[sampled(1_000_000)]))
+    (finding,) = SampledControls([HARMLESS]).run(
+        Context(healthy(), TEXTS, WARM, seconds=20.0, earlier=[said_of_tokens(1_000_000)])
+    )
     assert finding.status is Status.NOT_ENOUGH
     assert "not found in the time there was" in finding.summary
     assert time.seconds <= 300.0, "four times the time, the batch under way, and a batch to choose where to look"
@@ -93,12 +68,7 @@ def test_without_tests_of_answers_there_is_nothing_to_show_a_fault_to() -> None:
     assert finding.status is Status.DOES_NOT_APPLY
 
 
-GREEDY_OR_SEEDED = pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)], ids=["T0", "seeded"]
-)
-
-
-@GREEDY_OR_SEEDED
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, seed=1)], ids=["T0", "seeded"])
 def test_faults_of_greedy_and_seeded_answers_are_found(params: SamplingParams) -> None:
     for finding in ComparedControls().run(Context(healthy(), TEXTS, params)):
         assert finding.status is Status.HOLDS, finding.summary
@@ -108,7 +78,7 @@ def test_faults_of_greedy_and_seeded_answers_are_found(params: SamplingParams) -
 def test_shared_noise_is_found_in_the_distribution() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     told: list[float] = []
-    context = Context(healthy(), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[sampled()])
+    context = Context(healthy(), TEXTS, params, seconds=FOREVER, tell=told.append, earlier=[said_of_tokens()])
     (finding,) = SampledControls([faults.SHARED_BY_TOKENS]).run(context)
     assert finding.status is Status.HOLDS, finding.summary
     assert finding.facts["total_variation"] > 0.09

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, findings_of, markov
+from certify.planted_faults import TEXTS, ForgetsTheLast, StaleDraft, findings_of, healthy, markov
 from support.faulty_parts import keeps_rejected
 from support.head_models import MarkovWithHead, fitted_heads
 from support.ngram_tables import table_of
@@ -31,7 +31,7 @@ def draft(kind: type[DraftModel] = DraftModel, **options: object) -> Drafter:
 
 
 def finding(drafter: Drafter, batch: int = 3, target: LanguageModel | None = None) -> Finding:
-    stack = Stack(target or markov(0), drafter, SpeculativeSampling())
+    stack = healthy().but(target=target or markov(0), drafter=drafter)
     (found,) = findings_of(DraftState(), stack, PARAMS, batch).values()
     return found
 
@@ -94,8 +94,8 @@ def test_a_stale_cache_is_reported_and_answers_stay_exact(kind: type[DraftModel]
     assert found.facts["different"] > 0 and found.facts["caches_different"] > 0 and found.facts["examples"]
     assert found.facts["draft_acceptance_rate"] < found.facts["draft_acceptance_rate_fresh"]
     assert "Stale" in found.summary and "answers stay exact, acceptance falls from" in found.summary
-    stack = Stack(markov(0), draft(kind, **options), SpeculativeSampling())
-    equal = Equality().run(Context(stack, TEXTS, PARAMS, 3))
+    stack = healthy().but(drafter=draft(kind, **options))
+    equal = Equality().run(Context(stack, TEXTS, SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5), 3))
     assert {each.status for each in equal} == {Status.HOLDS}
 
 
@@ -111,8 +111,7 @@ def test_no_time_is_not_enough_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     statuses = []
     for seconds in (0.0, 2.0, 4.0, 8.0, 1000.0):
         time.seconds = 0.0
-        stack = Stack(markov(0), draft(), SpeculativeSampling())
-        (found,) = DraftState().run(Context(stack, TEXTS, PARAMS, 3, seconds))
+        (found,) = DraftState().run(Context(healthy().but(drafter=draft()), TEXTS, PARAMS, 3, seconds))
         assert time.seconds <= 4 * seconds + 1
         assert (found.status is Status.NOT_ENOUGH) == (found.facts["compared"] == 0)
         statuses.append(found.status)

@@ -31,9 +31,9 @@ AT_ONCE = {
 def report_on(planted: Planted, seed: int = 0, tokens: int = TOKENS) -> Report:
     models = embedded_models()
     return certify_engine(
-        FaultyPeer(planted, models),
+        FaultyPeer(planted),
         models.target,
-        [list(prompt) for prompt in beginnings()],
+        beginnings(),
         replace(planted.params, seed=seed, stop=(), max_tokens=128),
         rounded=embedded_models("bfloat16").target,
         drafts={"draft": models.draft},

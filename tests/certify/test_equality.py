@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from certify.planted_faults import TEXTS, ForgetsTheLast, findings_of, markov, row_noise, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, findings_of, markov, row_noise, wrong_mask, wrong_positions
 from support.coupled_choice import coupled_choice
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
@@ -43,10 +43,6 @@ def findings(stack: Stack, params: SamplingParams, batch: int = 5) -> dict[str, 
     return findings_of(Equality(), stack, params, batch)
 
 
-def statuses(found: dict[str, Finding]) -> set[Status]:
-    return {finding.status for finding in found.values()}
-
-
 @pytest.mark.parametrize("drafter", [chain, tree, lambda: PromptLookup(min_ngram=1)], ids=["chain", "tree", "lookup"])
 def test_correct_stacks_are_equal(drafter: type[Drafter]) -> None:
     found = findings(stack(markov(0), drafter()), SEEDED)
@@ -57,7 +53,7 @@ def test_correct_stacks_are_equal(drafter: type[Drafter]) -> None:
         "seeded, batch 1, float32",
         "seeded, batch 5, float32",
     ]
-    assert statuses(found) == {Status.HOLDS}
+    assert {finding.status for finding in found.values()} == {Status.HOLDS}
     for name, finding in found.items():
         if not name.startswith("rounding"):
             assert finding.facts["identical"] and finding.facts["tokens_compared"] == 5 * 24
@@ -81,18 +77,14 @@ def test_greedy_requests_have_no_seeded_findings_and_batch_1_is_compared_once() 
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "kinds"),
-    [
-        (keeps_rejected(markov(0)), chain(), ("greedy", "seeded")),
-        (keeps_rejected(markov(0)), tree(), ("greedy", "seeded")),
-        (wrong_mask(markov(0)), tree(), ("greedy", "seeded")),
-    ],
+    ("target", "drafter"),
+    [(keeps_rejected(markov(0)), chain()), (keeps_rejected(markov(0)), tree()), (wrong_mask(markov(0)), tree())],
     ids=["slipping cache, chain", "slipping cache, tree", "wrong mask"],
 )
-def test_a_broken_target_is_a_fault(target: LanguageModel, drafter: Drafter, kinds: tuple[str, ...]) -> None:
+def test_a_broken_target_is_a_fault(target: LanguageModel, drafter: Drafter) -> None:
     found = findings(stack(target, drafter), SEEDED)
     assert found["rounding, float32"].status is Status.FAILS
-    for kind in kinds:
+    for kind in ("greedy", "seeded"):
         finding = found[f"{kind}, batch 5, float32"]
         assert finding.status is Status.FAILS and finding.facts["faults"] and not finding.facts["near_ties"]
         assert "fault" in finding.summary
@@ -117,11 +109,6 @@ def test_a_rule_that_accepts_always_is_a_fault_and_says_where() -> None:
             # The prefill's token is right, the first drafted one is not.
             assert fault["position"] >= 1 and fault["margin"] > 0 and fault["rounding"] == 0
             assert fault["expected"]["id"] != fault["found"]["id"] and len(fault["best"]) == 2
-
-
-def test_a_stale_draft_changes_no_answer() -> None:
-    found = findings(stack(markov(0), ForgetsTheLast(markov(0, astray=1.0))), SEEDED)
-    assert statuses(found) == {Status.HOLDS}
 
 
 def test_rounding_between_rows_gives_near_ties_only() -> None:

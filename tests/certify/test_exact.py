@@ -14,8 +14,9 @@ from torch import Tensor
 
 from certify.planted_faults import findings_of, markov
 from support.broken_rules import AcceptsAlways, DrawsFromTarget, PassesByWeight, hiding
+from support.faulty_parts import replaced_probs
 from truedraft import SamplingParams
-from truedraft.certify import exact
+from truedraft.certify import exact, faults
 from truedraft.certify.cells import decision_cells, mass_that_moves, probs_of
 from truedraft.certify.checks import Finding, Stack, Status
 from truedraft.certify.exact import TOLERANCE, Exact, answer_probs, expected_verdict, judged_cases, wide_cases
@@ -35,7 +36,7 @@ from truedraft.verification import (
     SpeculativeSampling,
     TypicalAcceptance,
 )
-from truedraft.verification.rule import BatchVerdicts, JudgedRow, Outcome
+from truedraft.verification.rule import JudgedRow, Outcome
 
 HOST = torch.device("cpu")
 CAUGHT = 0.01
@@ -146,12 +147,7 @@ def test_a_lossy_rule_that_does_not_do_what_its_kernel_says_fails() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "kind"),
-    [
-        (AcceptsAlways(), DRAWN),
-        (AcceptsAlways(), FIXED),
-        (DrawsFromTarget(), REMOVED),
-        (PassesByWeight(), DRAWN),
-    ],
+    [(AcceptsAlways(), DRAWN), (AcceptsAlways(), FIXED), (DrawsFromTarget(), REMOVED), (PassesByWeight(), DRAWN)],
     ids=lambda each: each.value if isinstance(each, DrawKind) else type(each).__name__,
 )
 def test_a_rule_with_one_wrong_part_fails_with_its_distance(rule: Rule, kind: DrawKind) -> None:
@@ -200,13 +196,8 @@ def test_a_wrong_kernel_fails_though_verify_is_right() -> None:
 
 
 def test_a_number_that_decides_twice_fails() -> None:
-    class OneNumber(SpeculativeSampling):
-        def accept(
-            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> BatchVerdicts:
-            return super().accept(proposals, probs, [FirstNumber(own) for own in noise])
-
-    found = findings(OneNumber(), REMOVED)
+    one_number = faults.given_another(SpeculativeSampling(), lambda own, probs, noise: (own, probs, FirstNumber(noise)))
+    found = findings(one_number, REMOVED)
     assert statuses(found) == {KERNEL: Status.HOLDS, SHIPPED: Status.FAILS}
     assert found[SHIPPED].facts["distance_from_target"] > CAUGHT
 
@@ -214,21 +205,13 @@ def test_a_number_that_decides_twice_fails() -> None:
 def test_decisions_that_hang_together_are_noticed() -> None:
     """In the middle of every cell all is right; beside it the last token looks at the number that accepted."""
 
-    class Hangs(SpeculativeSampling):
-        def accept(
-            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> BatchVerdicts:
-            verdicts = SpeculativeSampling().verify(proposals, probs, noise)
-            changed = [
-                replace(verdict, tokens=(*verdict.tokens[:-1], 0))
-                if any(0.4 < value % 0.5 < 0.48 for value in own.script.values())  # type: ignore[attr-defined]
-                else verdict
-                for verdict, own in zip(verdicts, noise, strict=True)
-            ]
-            return BatchVerdicts.made(changed)
+    def hangs(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
+        beside = any(0.4 < value % 0.5 < 0.48 for value in noise.script.values())  # type: ignore[attr-defined]
+        return replace(verdict, tokens=(*verdict.tokens[:-1], 0)) if beside else verdict
 
     cases = build(3, [(Choice(0, DRAWN),)], "dense", "dense").every_proposal()
-    for rule, least, most in ((SpeculativeSampling(), 0.0, 0.0), (Hangs(), CAUGHT, 1.0)):
+    sound = SpeculativeSampling()
+    for rule, least, most in ((sound, 0.0, 0.0), (faults.judging(sound, hangs), CAUGHT, 1.0)):
         cells = decision_cells(rule, cases)
         assert least <= mass_that_moves(rule, cases, cells) <= most
 
@@ -247,47 +230,35 @@ def test_seeded_and_greedy_requests_hold() -> None:
 # ------------------------------------------------------------------------------- coupled rules broken on purpose
 
 
-def follows_draft(rule: Rule) -> Rule:
+def follows_draft(verdict: Verdict, proposal: Proposal, probs: Tensor, noise: Noise) -> Verdict:
     """Follows the first drafted child, wherever there is one."""
-
-    def accept(proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        verdicts = []
-        for proposal, verdict in zip(proposals, rule.verify(proposals, probs, noise), strict=True):
-            first = next(iter(proposal.tree.shape.children[0]), None)
-            took = None if first is None or verdict.path else proposal.tree.host_ids[first]
-            verdicts.append(verdict if took is None else Verdict((), (took,), Origin.RECOVERED))
-        return BatchVerdicts.made(verdicts)
-
-    return altered(rule, accept=accept)
+    first = next(iter(proposal.tree.shape.children[0]), None)
+    if first is None or verdict.path:
+        return verdict
+    return Verdict((), (proposal.tree.host_ids[first],), Origin.RECOVERED)
 
 
-FOLLOWS_DRAFT = altered(follows_draft(CoupledSampling()), greedy_form=follows_draft(ArgmaxRule()))
-
-
-class TiesToTheHighest(ArgmaxRule):
+def highest_first(probs: Tensor) -> Tensor:
     """Ties go to the highest id: all else is right."""
-
-    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        turned = [(dist == dist.amax(dim=-1, keepdim=True)) * torch.arange(1, dist.shape[-1] + 1.0) for dist in probs]
-        return super().accept(proposals, turned, noise)
+    return (probs == probs.amax(dim=-1, keepdim=True)) * torch.arange(1, probs.shape[-1] + 1.0)
 
 
-class WarmerDist(CoupledSampling):
-    """Judges at another temperature than the target's."""
-
-    def accept(self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]) -> BatchVerdicts:
-        return super().accept(proposals, [dist**0.8 for dist in probs], noise)
+COUPLED_RULE, GREEDY_RULE = CoupledSampling(), ArgmaxRule()
+DRAFT_FOLLOWED = faults.judging(COUPLED_RULE, follows_draft)
 
 
 @pytest.mark.parametrize(
     ("rule", "failing"),
     [
-        (FOLLOWS_DRAFT, {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
-        (altered(CoupledSampling(), greedy_form=TiesToTheHighest()), {"greedy walks"}),
-        (WarmerDist(), {"coupled walks", "coupled distribution, every cell"}),
+        (
+            altered(DRAFT_FOLLOWED, greedy_form=faults.judging(GREEDY_RULE, follows_draft)),
+            {"coupled walks", "coupled distribution, every cell", "greedy walks"},
+        ),
+        (altered(COUPLED_RULE, greedy_form=replaced_probs(GREEDY_RULE, highest_first)), {"greedy walks"}),
+        (replaced_probs(COUPLED_RULE, lambda p: p**0.8), {"coupled walks", "coupled distribution, every cell"}),
         (SpeculativeSampling(), {"coupled walks", "coupled distribution, every cell", "greedy walks"}),
     ],
-    ids=lambda each: type(each).__name__ if isinstance(each, Rule) else "",
+    ids=["follows the draft", "ties to the highest", "another temperature", "speculative sampling"],
 )
 def test_a_broken_coupled_rule_fails(rule: Rule, failing: set[str]) -> None:
     found = findings(SpeculativeSampling(), seeded=True, by=rule)
@@ -327,36 +298,21 @@ def test_walks_over_many_tokens_go_to_their_end_or_stop_before() -> None:
 
 
 def test_a_choice_that_is_wrong_among_many_tokens_alone_fails() -> None:
-    class LeavesOut(CoupledSampling):
-        """Looks at the likelier half of a large vocabulary only."""
+    def likelier_half(p: Tensor) -> Tensor:
+        return p * (p >= p.median(dim=-1, keepdim=True).values) if p.shape[-1] > 1000 else p
 
-        def accept(
-            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> BatchVerdicts:
-            return super().accept(proposals, [self._likely(dist) for dist in probs], noise)
-
-        @staticmethod
-        def _likely(dist: Tensor) -> Tensor:
-            return dist * (dist >= dist.median(dim=-1, keepdim=True).values) if dist.shape[-1] > 1000 else dist
-
-    found = findings(SpeculativeSampling(), seeded=True, by=LeavesOut())
+    found = findings(SpeculativeSampling(), seeded=True, by=replaced_probs(COUPLED_RULE, likelier_half))
     assert {name for name, status in statuses(found).items() if status is Status.FAILS} == {"coupled walks"}
 
 
 def test_answers_are_found_wrong_where_only_one_place_of_a_cell_is() -> None:
     """Beside the edges of the cells the answer is another one."""
 
-    class Wrong(CoupledSampling):
-        def accept(
-            self, proposals: Sequence[Proposal], probs: Sequence[Tensor], noise: Sequence[Noise]
-        ) -> BatchVerdicts:
-            moved = [
-                dist.roll(1, -1) if own.differences[0] > 5 else dist for dist, own in zip(probs, noise, strict=True)
-            ]  # type: ignore[attr-defined]
-            return super().accept(proposals, moved, noise)
+    def moved(own: Proposal, probs: Tensor, noise: Noise) -> faults.Given:
+        return own, probs.roll(1, -1) if noise.differences[0] > 5 else probs, noise  # type: ignore[attr-defined]
 
-    assert answer_probs(CoupledSampling(), HOST).moved == 0.0
-    assert answer_probs(Wrong(), HOST).moved > CAUGHT
+    assert answer_probs(COUPLED_RULE, HOST).moved == 0.0
+    assert answer_probs(faults.given_another(COUPLED_RULE, moved), HOST).moved > CAUGHT
 
 
 # ------------------------------------------------------------------------------- the worlds

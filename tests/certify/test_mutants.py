@@ -10,15 +10,25 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from certify.planted_faults import TEXTS, StaleDraft, borrowed, healthy, markov, row_noise, wrong_mask
+from certify.planted_faults import (
+    HARMLESS,
+    TEXTS,
+    StaleDraft,
+    borrowed,
+    gives_up,
+    healthy,
+    markov,
+    row_noise,
+    said_of_tokens,
+    third_at,
+    wrong_mask,
+)
 from support.broken_rules import DrawsFromTarget
 from support.virtual_time import VirtualTime
 from truedraft import Engine, SamplingParams
@@ -37,8 +47,6 @@ from truedraft.certify import (
 from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Stack, Status
 from truedraft.drafters import DraftModel, NoDrafter
 from truedraft.engine import verifier
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.testing import altered
 from truedraft.verification import SpeculativeSampling
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -49,28 +57,6 @@ SEEDED = SamplingParams(max_tokens=16, temperature=1.0, seed=1)
 def accepting() -> Stack:
     """Greedy and seeded requests get whatever was drafted."""
     return Stack(markov(0), DraftModel(markov(3), 3), SpeculativeSampling(), faults.coupled_accepts_always())
-
-
-def third_is_warm() -> LanguageModel:
-    """The third request of a step is answered at another temperature."""
-    inner = markov(0)
-
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        output = inner.forward(segments)
-        logits = list(output.logits.split([len(segment.rows) for segment in segments]))
-        if len(logits) == 4:
-            logits[2] = logits[2] * 0.2
-        return ForwardOutput(torch.cat(logits), output.hidden)
-
-    return altered(inner, forward=forward)
-
-
-class GivesUp(NoDrafter):
-    def __init__(self) -> None:
-        self.limits = DraftModel(markov(0), 1).limits
-
-    def propose(self, batch, budgets, noise):  # type: ignore[no-untyped-def]
-        raise RuntimeError("out of order")
 
 
 # ------------------------------------------------------------------------------- what a sound certificate sees
@@ -97,10 +83,9 @@ def fails(found: Callable[[], Finding], status: Status = Status.FAILS) -> Callab
 
 def harmless_control() -> Finding:
     """What is said of a plant that does nothing, though the tests of sampled answers take it for a large fault."""
-    harmless = replace(faults.KEEPS_ALL, name="nothing is wrong", plant=lambda stack: stack)
-    said = {"tests": 1, "tokens": 300, "smallest_detectable_tv": 0.03, "rounding_allowed_tv": 0.0, "false_alarm": 1e-3}
-    earlier = [Finding(Part.STATISTICAL, "tokens", Status.HOLDS, "", said)]
-    return run(controls.SampledControls([harmless]), healthy(), WARM, seconds=600.0, earlier=earlier)[0]
+    return run(
+        controls.SampledControls([HARMLESS]), healthy(), WARM, seconds=600.0, earlier=[said_of_tokens(tokens=300)]
+    )[0]
 
 
 def small_control() -> Finding:
@@ -135,7 +120,7 @@ def one_request_of_four() -> Finding:
     """Judged by a sound target: a broken one must not judge itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "scored_answers", partial(statistics.scored_answers, judge=markov(0)))
-        return sampled(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling()))
+        return sampled(Stack(third_at(5.0), NoDrafter(), SpeculativeSampling()))
 
 
 def joint_distributions_are_judged() -> bool:
@@ -197,10 +182,8 @@ few_tokens = fails(
 )
 together = fails(lambda: equal(accepting(), "greedy, batch 4"))
 alone = fails(lambda: equal(accepting(), "greedy, batch 1"))
-third = fails(lambda: equal(Stack(third_is_warm(), NoDrafter(), SpeculativeSampling()), "seeded, batch 4", SEEDED))
-gave_up = fails(
-    lambda: run(equality.Equality(), Stack(markov(0), GivesUp(), SpeculativeSampling()), batch=1)[-1],
-)
+third = fails(lambda: equal(Stack(third_at(5.0), NoDrafter(), SpeculativeSampling()), "seeded, batch 4", SEEDED))
+gave_up = fails(lambda: run(equality.Equality(), healthy().but(drafter=gives_up()), batch=1)[-1])
 among_roundings = fails(lambda: equal(accepting().but(target=row_noise(markov(0), 1e-3)), "greedy, batch 4"))
 accepting_sampled = fails(lambda: sampled(healthy().but(rule=faults.accepts_always(SpeculativeSampling()))))
 neighbours = fails(lambda: borrowed_options("in a batch of 4", 4))
@@ -232,12 +215,7 @@ MUTANTS = [
     (equality, "found = answers(engines[size], numbers)", "found = expected", together),
     (equality, ANSWERS, "()", alone),
     (equality, ANSWERS, f"list({ANSWERS})[:2]", third),
-    (
-        equality,
-        "{size: context.stack.engine(size)",
-        "{size: context.stack.plain(size)",
-        together,
-    ),
+    (equality, "{size: context.stack.engine(size)", "{size: context.stack.plain(size)", together),
     (equality, "if faults or failures else", "if faults else", gave_up),
     (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, equality.Equality())),
     (equality, TOO_FEW, "False", partial(no_time_is_no_evidence, invariance.Invariance())),
@@ -256,12 +234,7 @@ MUTANTS = [
         "                tests.add(scored) if scored.place != 2 else None\n            context.tell(",
         fails(one_request_of_four),
     ),
-    (
-        statistics,
-        "math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))",
-        "1.0",
-        joint_distributions_are_judged,
-    ),
+    (statistics, "math.exp(-max(log_dirichlet(self.counts, self.probs), 0.0))", "1.0", joint_distributions_are_judged),
     (invariance, "for place in which:", "for place in ():", neighbours),
     (
         invariance,
@@ -275,12 +248,7 @@ MUTANTS = [
         "self._comparisons[name].add(found, found, context",
         budgets,
     ),
-    (
-        invariance,
-        '"without drafting": FixedBudget(NO_DRAFT)',
-        '"without drafting": FixedBudget(self._limits)',
-        budgets,
-    ),
+    (invariance, '"without drafting": FixedBudget(NO_DRAFT)', '"without drafting": FixedBudget(self._limits)', budgets),
     (
         invariance,
         "return expected + 6.0 * math.sqrt(expected) + 3.0 if expected else 0.0",

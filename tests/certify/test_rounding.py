@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from certify.planted_faults import markov, row_noise, wrong_mask, wrong_positions
+from certify.planted_faults import markov, row_noise, with_logits, wrong_mask, wrong_positions
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, packed
 from truedraft import SamplingParams
@@ -22,7 +22,7 @@ from truedraft.certify.rounding import (
     plain_feedings,
 )
 from truedraft.core.budget import NO_DRAFT, Budget
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
+from truedraft.models.base import LanguageModel, Segment
 
 TREE = Budget(depth=3, width=2, nodes=6)
 PARAMS = SamplingParams(temperature=1.0)
@@ -101,22 +101,13 @@ def test_texts_of_one_token_say_nothing() -> None:
 def test_what_a_rejected_draft_moves_is_measured() -> None:
     """Where experts are chosen for a whole forward, a row may move by what stands behind it, also when all of that is
     rejected: a shape whose drafts are all of the text does not show how far."""
-    target = markov(0)
-    forward = target.forward
 
-    def moved(segments: Sequence[Segment]) -> ForwardOutput:
-        output = forward(segments)
+    def moved(segments: Sequence[Segment], logits: Tensor) -> Tensor:
         behind = [int(each.tokens[1]) if 1 < len(each.tokens) <= 4 else 0 for each in segments]
-        rows = [
-            1e-5 * number if row == 0 else 0.0
-            for number, each in zip(behind, segments, strict=True)
-            for row in each.rows
-        ]
-        ids = torch.arange(output.logits.shape[1])
-        return replace(output, logits=output.logits + torch.tensor(rows)[:, None] * ids)
+        rows = [1e-5 * token * (row == 0) for token, each in zip(behind, segments, strict=True) for row in each.rows]
+        return logits + torch.tensor(rows)[:, None] * torch.arange(logits.shape[1])
 
-    target.forward = moved  # type: ignore[method-assign]
-    found = measured(target, Budget(depth=3, width=1, nodes=3))
+    found = measured(with_logits(markov(0), moved), Budget(depth=3, width=1, nodes=3))
     assert found.plain_difference == 0.0
     spreads = {spread.shape: spread for spread in found.drafted}
     assert spreads["chains of 3, all rejected"].different_rows > 0

@@ -1,4 +1,6 @@
-"""The tests of sampled answers: silent over 100 seeds of correct stacks, and loud at every planted fault.
+"""The tests of sampled answers, token by token, jointly over a reduced vocabulary, and of lossy rules.
+
+They are silent over 100 seeds of correct stacks, and loud at every planted fault.
 
 False alarms: a correct stack fails with probability 1e-3 at most, so one of 100 does with 0.1 at most, and the seeds
 are fixed. The smallest detectable deviation is checked in test_e_process.py.
@@ -6,32 +8,39 @@ are fixed. The smallest detectable deviation is checked in test_e_process.py.
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from certify.planted_faults import TEXTS, chain, healthy, markov, wrong_mask, wrong_positions
+from certify.planted_faults import TEXTS, chain, healthy, markov, third_at, wrong_mask, wrong_positions
 from support.faulty_parts import keeps_rejected
 from support.tiny_models import PROMPTS, noisy, packed
 from support.virtual_time import VirtualTime
 from truedraft import SamplingParams
 from truedraft.certify import faults
-from truedraft.certify.checks import Context, Stack, Status, numbered
+from truedraft.certify.checks import Context, Deadline, Stack, Status, numbered
 from truedraft.certify.controls import drafting_one
 from truedraft.certify.e_process import Events, TokenTests
 from truedraft.certify.sampling import Decision, Scored, plain_probs, scored_answers
-from truedraft.certify.statistics import Statistics
+from truedraft.certify.statistics import JointResult, LossyDivergence, Statistics, joint_probs, joint_result
+from truedraft.core.intervals import ratio_of_totals
+from truedraft.core.probs import probs_from_logits
 from truedraft.core.theory import holm
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import DraftModel, PromptLookup
-from truedraft.models.base import ForwardOutput, LanguageModel, Segment
-from truedraft.testing import altered
+from truedraft.models.base import LanguageModel, Segment
+from truedraft.testing import reduced
 from truedraft.verification import BlockVerification, Rule, SpeculativeSampling
+from truedraft.verification.specs import rule_from_spec
 
 FALSE_ALARM = 1e-3
-WARM = SamplingParams(temperature=1.0)
+WARM, COOL = SamplingParams(temperature=1.0), SamplingParams(temperature=0.8)
 
 
 def samples_of(
@@ -81,20 +90,6 @@ def test_a_hundred_seeds_of_correct_stacks_pass(seed: int) -> None:
         assert smallest(sample) > FALSE_ALARM, number
 
 
-def one_other_temperature(inner: LanguageModel) -> LanguageModel:
-    """The third request of a step is sampled at another temperature than it asked for."""
-
-    def forward(segments: Sequence[Segment]) -> ForwardOutput:
-        output = inner.forward(segments)
-        counts = [len(segment.rows) for segment in segments]
-        logits = list(output.logits.split(counts))
-        if len(logits) > 2:
-            logits[2] = logits[2] * 2.0
-        return ForwardOutput(torch.cat(logits), output.hidden)
-
-    return altered(inner, forward=forward)
-
-
 def broken_stacks() -> dict[str, Stack]:
     """With their healthy targets, which judge them."""
     tree = DraftModel(markov(0, astray=1.0), branching=(2, 2))
@@ -104,7 +99,7 @@ def broken_stacks() -> dict[str, Stack]:
         "cache": healthy().but(target=keeps_rejected(markov(0))),
         "mask": healthy().but(target=wrong_mask(markov(0)), drafter=tree),
         "positions": llama.but(target=wrong_positions(packed("llama"))),
-        "one request's temperature": healthy().but(target=one_other_temperature(markov(0))),
+        "one request's temperature": healthy().but(target=third_at(0.5)),
         "accepts always": healthy().but(rule=faults.accepts_always(SpeculativeSampling())),
         "residual": healthy().but(rule=faults.residual_is_target(SpeculativeSampling())),
         "temperature of q": healthy().but(rule=faults.judges_another_temperature(SpeculativeSampling(), 2.0)),
@@ -144,10 +139,6 @@ def test_findings_hold_for_a_correct_stack_and_fail_for_a_broken_one(monkeypatch
     broken = sound.but(rule=faults.accepts_always(SpeculativeSampling()))
     tokens, joint = Statistics().run(Context(broken, TEXTS, WARM, 4, 1.0, told.append))
     assert tokens.status is Status.FAILS
-
-
-# ------------------------------------------------------------------------------------------------- distributions and
-# sets
 
 
 def test_plain_probs_are_those_of_one_forward_after_another() -> None:
@@ -203,3 +194,97 @@ def test_candidates_that_the_noise_chose_are_no_set() -> None:
     events = Events(4, batch=1)
     chances, _ = events.measure(Scored(probs, [2], [1], [Decision(0, None, (2,))], 0, coupled=True))
     assert float(chances[0, events.names.index("what the draft overrates")]) == -1.0
+
+
+def test_the_joint_distribution_is_the_product_of_the_targets_distributions() -> None:
+    target, prompt, kept = markov(0), [1, 2, 3], (0, 3, 6)
+    dist = joint_probs(reduced(target, kept), prompt, kept, COOL)
+    assert float(dist.sum()) == pytest.approx(1.0)
+
+    def after(text: list[int]) -> torch.Tensor:
+        logits = target.probs_after(text).double().log()
+        masked = torch.full_like(logits, -math.inf)
+        masked[list(kept)] = logits[list(kept)]
+        return probs_from_logits(masked[None], COOL)[0][list(kept)]
+
+    expected = torch.zeros(3, 3, 3, dtype=torch.float64)
+    for a, b, c, d in itertools.product(range(3), repeat=4):
+        text = [*prompt, kept[a]]
+        start = float(after(prompt)[a] * after(text)[b])
+        expected[b, c, d] += start * float(after([*text, kept[b]])[c] * after([*text, kept[b], kept[c]])[d])
+    assert torch.allclose(dist, expected, atol=1e-6)
+
+
+def result_of(stack: Stack) -> JointResult:
+    """After 400 steps, which are 2 seconds here."""
+    with pytest.MonkeyPatch.context() as patch:
+        VirtualTime(patch, step_s=0.005)
+        context = Context(stack.but(entropy=3), TEXTS[:3], COOL)
+        found = joint_result(context, Deadline(2.0), lambda done: None)
+    assert found is not None
+    return found
+
+
+def test_answers_follow_the_distribution_and_broken_ones_do_not() -> None:
+    """False alarm: 1e-6."""
+    good = result_of(healthy())
+    assert good.p_value > 1e-6
+    assert good.accepted > 0.3
+    assert len(good.kept) == 3
+    bad = result_of(healthy().but(rule=faults.accepts_always(SpeculativeSampling())))
+    assert bad.p_value < 1e-6
+
+
+def test_what_it_would_have_found_it_finds() -> None:
+    """Distributions moved by that total variation, half of the cells up: found in 97 % of 300 (99 % are promised)."""
+    generator = np.random.default_rng(4)
+    probs = torch.tensor([*generator.dirichlet(np.full(27, 3.0)), 0.0])
+    counts, level = torch.zeros(28, dtype=torch.float64), 1e-4
+    counts[0] = 4000
+    size, found = JointResult(counts, probs, 1.0, (0, 1, 2)).smallest_detectable(level), 0
+    for _ in range(300):
+        signs = torch.tensor([*generator.permutation([-1.0, 1.0] * 13 + [0.0]).tolist(), 0.0])
+        moved = probs * (1.0 + 2 * size * signs)
+        drawn = torch.tensor(generator.multinomial(4000, (moved / moved.sum()).numpy())).double()
+        found += JointResult(drawn, probs, 1.0, (0, 1, 2)).p_value < level
+    assert 0.02 < size < 0.2
+    assert found >= 291
+
+
+def test_no_room_no_joint_distribution() -> None:
+    stack = Stack(markov(0), DraftModel(markov(0)), SpeculativeSampling())
+    cold = SamplingParams(temperature=1.0, top_k=1)
+    assert joint_result(Context(stack, TEXTS[:3], cold), Deadline(1.0), lambda done: None) is None
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
+    """95 % of intervals over 12 answers hold 0.5; over 800 the share is within 4 standard deviations, 3 %."""
+    chance, held = random.Random(2), 0
+    for _ in range(800):
+        tokens = [chance.randint(10, 30) for _ in range(12)]
+        sums = [sum(chance.random() for _ in range(many)) for many in tokens]
+        interval = ratio_of_totals(sums, tokens)
+        held += interval.low <= 0.5 <= interval.high
+    assert held / 800 > 0.92
+
+
+@pytest.mark.parametrize("spec", ["speculative,lenience=0.3", "typical"])
+def test_lossy_rules_are_measured(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.01)
+    stack = Stack(markov(0), DraftModel(markov(0, astray=1.5)), rule_from_spec(spec))
+    if spec == "typical":
+        stack = stack.but(drafter=PromptLookup())
+    inside, outside = LossyDivergence().run(Context(stack, TEXTS, WARM, 4, 2.0))
+    assert inside.status is outside.status is Status.MEASURED
+    low, high = inside.facts["total_variation_ci95"]
+    assert 0.0 <= low < inside.facts["total_variation"] < high
+    assert outside.facts["least_total_variation"] <= high
+    if spec != "typical":
+        assert outside.facts["least_total_variation"] > 0.0
+
+
+def test_at_temperature_zero_there_is_no_distribution_to_test_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    VirtualTime(monkeypatch, step_s=0.01)
+    stack = Stack(markov(0), PromptLookup(), rule_from_spec("typical"))
+    (inside,) = LossyDivergence().run(Context(stack, TEXTS, SamplingParams(), 2, 0.5))
+    assert inside.status is Status.MEASURED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -27,21 +28,30 @@ from truedraft.process import (
 )
 from truedraft.process.loop import plain_steps
 
+FRESH = LastOutput()
+
+
+def run(
+    process: Process,
+    steps: int,
+    start: Tensor | Chains | None = None,
+    *,
+    draft: Draft = FRESH,
+    window: int | Windows | None = 4,
+    **options: Any,
+) -> Chains:
+    """From the process's own start; None is that."""
+    return speculate(process, process.start() if start is None else start, steps, draft=draft, window=window, **options)
+
+
 # ------------------------------------------------------------------------------------------ laws of paths
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3])
 def test_paths_of_letters_have_the_law_of_the_plain_chain(window: int) -> None:
     count = 20_000
-    chains = speculate(
-        Letters(),
-        torch.zeros(count, dtype=torch.int64),
-        4,
-        draft=Letters.draft,
-        window=window,
-        seed=window,
-        keep_path=True,
-    )
+    start = torch.zeros(count, dtype=torch.int64)
+    chains = run(Letters(), 4, start, draft=Letters.draft, window=window, seed=window, keep_path=True)
     before, after = chains.path[:, :-1], chains.path[:, 1:]
     assert (before[:, 0] == 0).all() and torch.equal(chains.path[:, -1], chains.states)
     shares = torch.bincount((after * torch.tensor([64, 16, 4, 1])).sum(1), minlength=256) / count
@@ -57,7 +67,8 @@ def test_paths_of_letters_have_the_law_of_the_plain_chain(window: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 3, None])
 def test_long_chains_of_letters_visit_them_as_plain_ones_do(window: int | None) -> None:
-    chains = speculate(Letters(), torch.zeros(400, dtype=torch.int64), 60, draft=Letters.draft, window=window, seed=5)
+    start = torch.zeros(400, dtype=torch.int64)
+    chains = run(Letters(), 60, start, draft=Letters.draft, window=window, seed=5)
     power = torch.linalg.matrix_power(Letters.table, 60)[0]
     shares = torch.bincount(chains.states, minlength=4) / 400
     assert (shares - power).abs().max() < 5 * 0.5 / 20
@@ -66,11 +77,8 @@ def test_long_chains_of_letters_visit_them_as_plain_ones_do(window: int | None) 
 
 @pytest.mark.parametrize("draft", [LastOutput(), Extrapolation(0.5), Corrected(lambda x, t: -0.5 * x)])
 def test_long_chains_in_wells_spread_as_plain_ones_do(draft: Draft) -> None:
-    process = Wells()
-    plain, drafted = (
-        speculate(process, process.start(1).expand(1500, -1), 40, draft=draft, window=window, seed=window)
-        for window in (0, 4)
-    )
+    start = Wells().start(1).expand(1500, -1)
+    plain, drafted = (run(Wells(), 40, start, draft=draft, window=window, seed=window) for window in (0, 4))
     assert drafted.steps_per_call > 1.3
     for power in (1, 2, 4):
         left, right = plain.states**power, drafted.states**power
@@ -84,7 +92,7 @@ def test_long_chains_in_wells_spread_as_plain_ones_do(draft: Draft) -> None:
 def walk(window: int | Windows | None, draft: Draft, steps: int = 60, chains: Tensor | Chains | None = None) -> Chains:
     process = Walk(0.8)
     start = process.initial(torch.zeros(4, 3, dtype=torch.float64)) if chains is None else chains
-    return speculate(process, start, steps, draft=draft, window=window, seed=9, keep_path=True)
+    return run(process, steps, start, draft=draft, window=window, seed=9, keep_path=True)
 
 
 NEAR = Surrogate(lambda thetas: -0.45 * thetas.square().sum(-1))
@@ -107,10 +115,7 @@ def test_under_shared_noise_a_chain_goes_on_from_a_state() -> None:
 
 
 def wells(**options: int | None) -> Chains:
-    process = Wells()
-    return speculate(
-        process, process.start(), 50, draft=LastOutput(), keep_path=True, **{"window": 4, "seed": 2, **options}
-    )
+    return run(Wells(), 50, keep_path=True, **{"seed": 2, **options})
 
 
 def test_the_same_seed_gives_the_same_path_for_the_same_draft_and_window() -> None:
@@ -123,15 +128,13 @@ def test_the_same_seed_gives_the_same_path_for_the_same_draft_and_window() -> No
 def test_a_run_that_is_broken_off_goes_on_as_if_it_were_not(rounds: int) -> None:
     part = wells(rounds=rounds)
     before = part.states.clone()
-    process = Wells()
-    whole = speculate(process, part, 50, draft=LastOutput(), window=4, keep_path=True)
+    whole = run(Wells(), 50, part, keep_path=True)
     assert torch.equal(whole.path, wells().path) and whole.rounds == wells().rounds
     assert torch.equal(part.states, before) and part.rounds == rounds, "what was passed stays as it was"
 
 
 def test_chains_of_a_batch_are_those_that_run_beside_fewer_others() -> None:
-    process = Wells()
-    few = speculate(process, process.start()[:2], 50, draft=LastOutput(), window=4, seed=2)
+    few = run(Wells(), 50, Wells().start()[:2], seed=2)
     assert torch.equal(few.states, wells().states[:2])
 
 
@@ -141,9 +144,7 @@ def test_chains_of_a_batch_are_those_that_run_beside_fewer_others() -> None:
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("raises", [True, False])
 def test_a_failing_step_ends_its_chain_alone(window: int, raises: bool) -> None:
-    process = Failing(1.8, raises)
-    start = process.start(12)
-    chains = speculate(process, start, 30, draft=LastOutput(), window=window, seed=1, keep_path=True)
+    chains = run(Failing(1.8, raises), 30, Wells().start(12), window=window, seed=1, keep_path=True)
     ended = torch.tensor([error is not None for error in chains.errors])
     assert ended.any() and not ended.all()
     assert (chains.at[~ended] == 30).all()
@@ -157,12 +158,9 @@ def test_a_failing_step_ends_its_chain_alone(window: int, raises: bool) -> None:
 
 def test_failing_steps_end_as_many_chains_as_in_the_plain_process() -> None:
     """A draft that leads to where the step fails is judged like any other."""
-    process = Failing(1.8, raises=True)
-    ends = []
+    start, ends = torch.zeros(300, 2, dtype=torch.float64), []
     for window in (0, 4):
-        chains = speculate(
-            process, torch.zeros(300, 2, dtype=torch.float64), 15, draft=LastOutput(), window=window, seed=4
-        )
+        chains = run(Failing(1.8, raises=True), 15, start, window=window, seed=4)
         ends.append(sum(error is not None for error in chains.errors) / 300)
     assert 0.1 < ends[0] < 0.9 and abs(ends[0] - ends[1]) < 5 * 0.5 * (2 / 300) ** 0.5
 
@@ -175,19 +173,17 @@ class Blind(Draft):
 
 
 def test_a_guess_that_is_none_drafts_no_further() -> None:
-    process = Wells()
-    chains = speculate(process, process.start(), 30, draft=Blind(), window=5, seed=4)
+    chains = run(Wells(), 30, draft=Blind(), window=5, seed=4)
     assert chains.errors == [None] * 5 and (chains.at == 30).all()
     assert 1.5 < chains.steps_per_call <= 3.0 and (chains.drafted <= 20).all() and chains.acceptance_rate > 0.99
 
 
 def test_options_out_of_range_are_refused() -> None:
-    process = Wells()
     for options in ({"steps": -1}, {"steps": 2, "window": -1}, {"steps": 2, "window": 1.5}):
         with pytest.raises(OptionError):
-            speculate(process, process.start(), draft=LastOutput(), **options)  # type: ignore[arg-type]
+            run(Wells(), **options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="one row or more"):
-        speculate(process, process.start()[:0], 2, draft=LastOutput())
+        run(Wells(), 2, Wells().start()[:0])
     with pytest.raises(OptionError, match="most"):
         Windows(0)
 
@@ -198,7 +194,7 @@ def test_an_evaluation_without_a_row_for_each_point_is_refused() -> None:
             return points[:1]
 
     with pytest.raises(ProcessError, match="1 rows for 5 points"):
-        speculate(Short(), Wells().start(), 2, draft=LastOutput(), window=0)
+        run(Short(), 2, window=0)
 
 
 # ------------------------------------------------------------------------------------------ records and drafts
@@ -206,10 +202,7 @@ def test_an_evaluation_without_a_row_for_each_point_is_refused() -> None:
 
 def test_every_step_is_shown_once_in_order_and_counted() -> None:
     seen: list[Seen] = []
-    process = Wells()
-    chains = speculate(
-        process, process.start(), 20, draft=LastOutput(), window=3, seed=7, watch=seen.append, keep_path=True
-    )
+    chains = run(Wells(), 20, window=3, seed=7, watch=seen.append, keep_path=True)
     for chain in range(5):
         shown = [zip(each.chains, each.steps, each.outcomes, strict=True) for each in seen]
         own = [(int(step), outcome) for rows in shown for number, step, outcome in rows if number == chain]
@@ -265,16 +258,16 @@ class Dear(Wells):
 def test_windows_are_chosen_where_batches_are_free_and_not_where_they_cost_their_points(
     chains: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(process: Dear, window: int | Windows) -> Chains:
+    def timed(process: Dear, window: int | Windows) -> Chains:
         monkeypatch.setattr("truedraft.process.loop.time", process)
-        return speculate(process, Wells().start(chains), 400, draft=LastOutput(), window=window)
+        return run(process, 400, Wells().start(chains), window=window)
 
     free = Dear(3e-3, 0.0)
-    drafted = run(free, Windows(most=8, clock=free.perf_counter))
-    fixed = min(run(Dear(3e-3, 0.0), window).rounds for window in (1, 2, 4, 8))
+    drafted = timed(free, Windows(most=8, clock=free.perf_counter))
+    fixed = min(timed(Dear(3e-3, 0.0), window).rounds for window in (1, 2, 4, 8))
     assert drafted.rounds + drafted.trials < 1.6 * fixed < 130, "learning included"
     linear = Dear(0.0, 3e-3)
-    plain = run(linear, Windows(most=8, clock=linear.perf_counter))
+    plain = timed(linear, Windows(most=8, clock=linear.perf_counter))
     assert plain.evaluations < 1.05 * 400 * chains and plain.trials <= 9
 
 
@@ -356,7 +349,7 @@ WORLDS: dict[str, tuple[Process, Tensor, Draft]] = {
 
 def run_on(world: str, device: str, window: int | None) -> Chains:
     process, start, draft = WORLDS[world]
-    return speculate(process, start.to(device), 60, draft=draft, window=window, seed=3, keep_path=True)
+    return run(process, 60, start.to(device), draft=draft, window=window, seed=3, keep_path=True)
 
 
 @pytest.mark.gpu

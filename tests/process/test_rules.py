@@ -185,9 +185,7 @@ def test_acceptance_and_outcomes_of_many_draws(size: int, kind: str) -> None:
     rows = 20000
     p, q = pair(size, size, kind, 1.0 / math.sqrt(size))
     wide_p, wide_q = spread(p, rows), spread(q, rows)
-    generator = random(11)
-    z = torch.randn(rows, size, generator=generator, dtype=torch.float64)
-    accept = torch.rand(rows, generator=generator, dtype=torch.float64)
+    z, accept = drawer(random(11), size)(0, torch.arange(rows))
     kept, outcomes = rules.reflection(wide_p, wide_q, wide_q.at(z), z, accept)
     d = p.whitened(q.mean - p.mean)[0]
     expected = 2 * stats.norm.cdf(-float(d.norm()) / 2)
@@ -240,9 +238,8 @@ def test_rejection_of_many_draws(size: int) -> None:
     p, q = pair(size, size + 5, "each", 0.5 / math.sqrt(size))
     q = Gaussian(q.mean, q.scale * (1.0 + 0.4 / math.sqrt(size)))
     wide_p, wide_q = spread(p, rows), spread(q, rows)
-    z = torch.randn(rows, size, generator=generator, dtype=torch.float64)
-    accept = torch.rand(rows, generator=generator, dtype=torch.float64)
     draws, draw = [], drawer(generator, size)
+    z, accept = draw(0, torch.arange(rows))
 
     def attempt(number: int, left: Tensor) -> tuple[Tensor, Tensor]:
         draws.append(len(left))
@@ -263,10 +260,7 @@ def test_rejection_of_many_draws(size: int) -> None:
 def test_each_row_is_judged_by_its_own_covariances() -> None:
     p, q = pair(2, 9, "each")
     p, q = spread(p, 3), spread(q, 3)
-    scale = q.scale.clone()
-    scale[1] *= 1.5
-    scale[2] = 0.0
-    q = Gaussian(q.mean, scale)
+    q = Gaussian(q.mean, q.scale * torch.tensor([[1.0], [1.5], [0.0]]))
     z = torch.randn(3, 2, generator=random(2), dtype=torch.float64)
     accept = torch.full((3,), 0.9, dtype=torch.float64)
     asked, draw = [], drawer(random(4), 2)

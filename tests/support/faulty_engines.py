@@ -25,7 +25,6 @@ from truedraft.verification import Rule, SpeculativeSampling
 
 LENGTH = 4
 """Of a chain of drafted tokens."""
-_BEGINNING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,12 @@ def embedded_models(dtype: str = "float32") -> Models:
 
 
 @functools.cache
-def beginnings(count: int = 32) -> tuple[tuple[int, ...], ...]:
+def beginnings() -> list[list[int]]:
     """Prompts: the first tokens of held-out files."""
     tokenizer = embedded_models().target.tokenizer
     assert tokenizer is not None
-    texts = [json.loads(line)["text"] for line in heldout_prompts_file().read_text().splitlines()[:count]]
-    return tuple(tuple(tokenizer.encode(text)[:_BEGINNING]) for text in texts)
+    texts = [json.loads(line)["text"] for line in heldout_prompts_file().read_text().splitlines()[:32]]
+    return [tokenizer.encode(text)[:16] for text in texts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from truedraft.errors import DrafterError, ModelError, OptionError
 from truedraft.models.base import LanguageModel
 from truedraft.verification import Rule, SpeculativeSampling
 
-PATIENCE = 4.0  # factor of its time that a check may take until it has any useful evidence
+_PATIENCE = 4.0  # factor of its time that a check may take until it has any useful evidence
 _SEEDS = 1 << 64
 _Item = TypeVar("_Item")
 
@@ -132,11 +132,24 @@ class Context:
     def over(self) -> bool:
         return self.end_s <= 0.0
 
-    def left_s(self, times: float = 1.0, leaving: float = 0.0) -> float:
-        return min(times * self.seconds, self.end_s - leaving * self.seconds)
-
     def deadline(self, times: float = 1.0, leaving: float = 0.0) -> Deadline:
-        return Deadline(self.left_s(times, leaving))
+        return Deadline(min(times * self.seconds, self.end_s - leaving * self.seconds))
+
+    def patience(self, share: float = 1.0, leaving: float = 0.0) -> Deadline:
+        """The deadline until there is any useful evidence."""
+        return self.deadline(_PATIENCE * share, leaving)
+
+    def one_by_one(self, items: Sequence[_Item], work: Callable[[_Item, Deadline], None], share: float = 1.0) -> None:
+        """Process items until `work` raises `OutOfTimeError` or the share of time is over; the first may be late."""
+        deadline, patience = self.deadline(share), self.patience(share)
+        for number, item in enumerate(items):
+            try:
+                work(item, deadline if number else patience)
+            except OutOfTimeError:
+                return
+            self.tell(max(deadline.fraction, (number + 1) / len(items)))
+            if deadline.over:
+                return
 
 
 class Check(ABC):
@@ -183,11 +196,11 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self._started = now()
-        self._seconds = max(seconds, 1e-9)
+        self.seconds = max(seconds, 1e-9)
 
     @property
     def fraction(self) -> float:
-        return min(1.0, (now() - self._started) / self._seconds)
+        return min(1.0, (now() - self._started) / self.seconds)
 
     @property
     def over(self) -> bool:
@@ -198,55 +211,27 @@ class Deadline:
             raise OutOfTimeError
         engine.step()
 
+    def answer(self, engine: Engine, request: Request) -> Answer:
+        """Complete a request of an engine; a failed one has the finish reason "error".
 
-def one_by_one(
-    items: Sequence[_Item],
-    context: Context,
-    share: float,
-    work: Callable[[_Item, Deadline], None],
-    tell: ReportProgress,
-) -> None:
-    """Process items until `work` raises `OutOfTimeError` or the share of time is over; the first may take longer."""
-    deadline, patience = context.deadline(share), context.deadline(PATIENCE * share)
-    for number, item in enumerate(items):
+        Raises OutOfTimeError if the time was over before.
+        """
+        while request.finish_reason is None:
+            self.step(engine)
+        answer = request.pieces[-1].answer
+        assert answer is not None  # it is complete
+        return answer
+
+    def answers(
+        self, engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[tuple[Request, Answer]]:
+        """`answer` for requests that run together; all are cancelled if the time was over before."""
+        requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
         try:
-            work(item, deadline if number else patience)
-        except OutOfTimeError:
-            return
-        tell(max(deadline.fraction, (number + 1) / len(items)))
-        if deadline.over:
-            return
-
-
-def answered_in_time(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
-) -> list[Request]:
-    """Complete requests together; a failed one has the finish reason "error".
-
-    Raises OutOfTimeError if the time was over before: the requests are cancelled.
-    """
-    requests = [engine.submit(list(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
-    try:
-        while any(request.finish_reason is None for request in requests):
-            deadline.step(engine)
-    finally:
-        for request in requests:
-            engine.cancel(request)
-    return requests
-
-
-def answers_in_time(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], deadline: Deadline
-) -> list[Answer]:
-    """`answered_in_time`, as answers."""
-    return [answer_of(request) for request in answered_in_time(engine, prompts, params, deadline)]
-
-
-def answer_of(request: Request) -> Answer:
-    """The answer of a complete request."""
-    answer = request.pieces[-1].answer
-    assert answer is not None  # it is complete
-    return answer
+            return [(request, self.answer(engine, request)) for request in requests]
+        finally:
+            for request in requests:
+                engine.cancel(request)
 
 
 def numbered(params: SamplingParams, number: int) -> SamplingParams:

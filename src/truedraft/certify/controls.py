@@ -25,18 +25,7 @@ import torch
 from torch import Tensor
 
 from truedraft.certify import faults
-from truedraft.certify.checks import (
-    PATIENCE,
-    Check,
-    Context,
-    Deadline,
-    Finding,
-    Part,
-    Stack,
-    Status,
-    numbered,
-    open_ended,
-)
+from truedraft.certify.checks import Check, Context, Deadline, Finding, Part, Stack, Status, numbered, open_ended
 from truedraft.certify.e_process import POWER, TokenTests
 from truedraft.certify.equality import Comparison, chooser
 from truedraft.certify.faults import Fault
@@ -64,8 +53,6 @@ _WARM = 1.2
 _ENTRIES = 1 << 22
 _LOOKED_AT = 1 << 20  # number of probabilities that settings are compared by
 _PROMPTS = 4
-_TOKENS = 32
-_ROUNDS = 8
 
 
 SAMPLED = (
@@ -101,14 +88,13 @@ COMPARED = (
 )
 
 
+@dataclass(eq=False)
 class SampledControls(Check):
     """Runs the tests of sampled answers on every fault, with no more tokens than they had to certify."""
 
     part = Part.CONTROLS
-
-    def __init__(self, controls: Sequence[Fault] = SAMPLED, share: float = 0.25) -> None:
-        self._controls = controls
-        self.share = share
+    controls: Sequence[Fault] = SAMPLED
+    share: float = 0.25
 
     def run(self, context: Context) -> list[Finding]:
         sampled = sampled_finding(context.earlier)
@@ -117,43 +103,39 @@ class SampledControls(Check):
             return [Finding(Part.CONTROLS, "planted faults", Status.DOES_NOT_APPLY, said)]
         stack = context.stack
         prompts = [list(prompt)[:_BEGINNING] for prompt in context.prompts]  # a prefill shows nothing of a fault
-        formed = any(control.form is not None for control in self._controls)
+        formed = any(control.form is not None for control in self.controls)
         settings = _settings_of(stack, prompts, context.params) if formed else []
         findings = []
-        count = len(self._controls)
-        most_s = context.left_s(PATIENCE)  # if faults are not found sooner
-        whole = Deadline(most_s)
-        for number, control in enumerate(self._controls):
+        count = len(self.controls)
+        whole = context.patience()  # if faults are not found sooner
+        for number, control in enumerate(self.controls):
             if context.over:
                 findings.append(Finding(Part.CONTROLS, control.name, Status.NOT_ENOUGH, _NO_TIME))
                 continue
             setting = _best_setting(control, settings, stack, context.params)
             # Most faults are found at once and leave their time to the others.
-            own = Deadline(most_s * (1.0 - whole.fraction - _RESERVE * (count - 1 - number)))
+            own = Deadline(whole.seconds * (1.0 - whole.fraction - _RESERVE * (count - 1 - number)))
             shown = setting.shown(control, stack.target, prompts, sampled.facts, own)
             findings.append(shown.finding(control.name))
             context.tell((number + 1) / count)
         return findings
 
 
+@dataclass(eq=False)
 class ComparedControls(Check):
     """Runs the comparison of greedy or seeded answers with plain decoding on faults, in at most `rounds` of answers."""
 
     part = Part.CONTROLS
-
-    def __init__(
-        self, controls: Sequence[Fault] = COMPARED, *, rounds: int = _ROUNDS, tokens: int = _TOKENS, share: float = 0.25
-    ) -> None:
-        self.share = share
-        self._controls = controls
-        self._rounds = rounds
-        self._tokens = tokens
+    controls: Sequence[Fault] = COMPARED
+    share: float = 0.25
+    rounds: int = 8
+    tokens: int = 32
 
     def run(self, context: Context) -> list[Finding]:
         findings = []
-        for number, control in enumerate(self._controls):
+        for number, control in enumerate(self.controls):
             findings.append(self._show(control, context))
-            context.tell((number + 1) / len(self._controls))
+            context.tell((number + 1) / len(self.controls))
         return findings
 
     def _show(self, control: Fault, context: Context) -> Finding:
@@ -161,7 +143,7 @@ class ComparedControls(Check):
         broken = control.planted(stack)
         prompts = [list(prompt) for prompt in context.prompts[:_PROMPTS]]
         counted = _Counted()
-        for number in range(self._rounds):
+        for number in range(self.rounds):
             # Later rounds begin after more of each prompt's plain answer, so that greedy texts are new, too.
             self._compare(counted, broken, stack, prompts, numbered(params, number * len(prompts)))
             if counted.strong and counted.comparison.untraced:
@@ -173,9 +155,9 @@ class ComparedControls(Check):
         return counted.finding(control)
 
     def _longer(self, stack: Stack, prompt: list[int]) -> list[int]:
-        if len(prompt) + 2 * self._tokens >= stack.target.context_length:
+        if len(prompt) + 2 * self.tokens >= stack.target.context_length:
             return prompt
-        params = SamplingParams(max_tokens=self._tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=self.tokens, ignore_eos=True)
         return [*prompt, *stack.plain(1).generate(prompt, params).token_ids]
 
     def _compare(
@@ -183,7 +165,7 @@ class ComparedControls(Check):
     ) -> None:
         room = stack.target.context_length
         options = [
-            open_ended(numbered(params, number), min(self._tokens, room - len(prompt)))
+            open_ended(numbered(params, number), min(self.tokens, room - len(prompt)))
             for number, prompt in enumerate(prompts)
         ]
         wrong = broken.engine(len(prompts)).generate(prompts, options)
@@ -218,22 +200,19 @@ class Shown:
 
     def finding(self, name: str) -> Finding:
         caught, detectable = self.strong and self.found, self.certified["smallest_detectable_tv"]
-        status = Status.HOLDS if caught else Status.FAILS
         said = f"total variation {self.total_variation:.3f}, {self.tokens:,} tokens"
         said += f", {self.setting}" * bool(self.setting)
+        seen = f"{said}; p-value {self.p_value:.2g}"
         if caught:
-            summary = f"found, as it must be: {said}; p-value {self.p_value:.2g} ({self.test})"
+            status, summary = Status.HOLDS, f"found, as it must be: {seen} ({self.test})"
         elif not self.strong:
-            status = Status.NOT_ENOUGH
-            summary = (
-                f"too small to count: {said}, less than three times the {detectable:.3f} that the tests would have "
-                "found; give more minutes"
-            )
+            less = f"less than three times the {detectable:.3f} that the tests would have found"
+            status, summary = Status.NOT_ENOUGH, f"too small to count: {said}, {less}; give more minutes"
         elif self.tokens < self.certified["tokens"]:
-            status = Status.NOT_ENOUGH
-            summary = f"not found in the time there was: {said}; p-value {self.p_value:.2g}; give more minutes"
+            status, summary = Status.NOT_ENOUGH, f"not found in the time there was: {seen}; give more minutes"
         else:
             summary = f"NOT found: {said}; smallest p-value {self.p_value:.2g}. These tests cannot be trusted here"
+            status = Status.FAILS
         facts = {
             "total_variation": self.total_variation,
             "smallest_detectable_tv": detectable,

@@ -13,18 +13,7 @@ from typing import Any
 
 import torch
 
-from truedraft.certify.checks import (
-    Check,
-    Context,
-    Deadline,
-    Finding,
-    OutOfTimeError,
-    Part,
-    Status,
-    answers_in_time,
-    one_by_one,
-    share_of,
-)
+from truedraft.certify.checks import Check, Context, Deadline, Finding, OutOfTimeError, Part, Status, share_of
 from truedraft.certify.equality import as_greedy
 from truedraft.certify.rounding import relative_limit
 from truedraft.core.budget import Budget
@@ -133,7 +122,7 @@ class DraftState(Check):
                 raise
 
         groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-        one_by_one(groups, context, 1.0, compare, context.tell)
+        context.one_by_one(groups, compare)
         context.tell(1.0)
         return found.finding(name)
 
@@ -144,15 +133,15 @@ def _compare(context: Context, name: str, found: _Comparison, deadline: Deadline
     original = Guesses(members[name], checks_caches=True)
     together = with_members(stack.drafter, {**members, name: original.drafter})
     engine = stack.but(drafter=together, controller=RoundRobin(whole=True)).engine(context.batch)
-    answers = answers_in_time(engine, group, [options] * len(group), deadline)
+    answers = deadline.answers(engine, group, [options] * len(group))
     found.caches += original.caches
     fresh = Guesses(members[name])
     engine = stack.but(drafter=fresh.drafter, controller=None).engine(1)
-    # Requests are numbered in the order in which they are queued.
-    for number, (prompt, own) in enumerate(zip(group, sorted(original.of), strict=False)):
-        text = [*prompt, *answers[number].token_ids]
+    for prompt, (request, answer) in zip(group, answers, strict=True):
+        text = [*prompt, *answer.token_ids]
         limit = len(prompt) + options.max_tokens
-        for guess in _some([each for each in original.of[own] if each.called and len(each.text) > len(prompt)]):
+        own = original.of.get(request.id, [])
+        for guess in _some([each for each in own if each.called and len(each.text) > len(prompt)]):
             found.add(guess, _fresh_guess(engine, fresh, guess.text, limit, options, deadline), text)
         if whole.over:
             return

@@ -216,7 +216,7 @@ class Events:
         generator = torch.Generator().manual_seed(0)
         members = torch.rand(_RANDOM_SETS, vocab, generator=generator).argsort(dim=-1) < vocab // 2
         self._members = members.T.float().contiguous()  # [vocab, sets]
-        self._places = min(batch, _MOST_PLACES)
+        self._places = range(min(batch, _MOST_PLACES) if batch > 1 else 0)
         self._general = [
             *(f"random half {number}" for number in range(_RANDOM_SETS)),
             "the likeliest token",
@@ -236,8 +236,8 @@ class Events:
         deep = [
             f"{name}, {where}" for where in ("first of a step", "behind accepted tokens") for name in self._by_depth
         ]
-        places = [f"{name}, place {place}" for place in range(self._places) for name in self._by_place]
-        return [*self._general, *deep, *(places if self._places > 1 else [])]
+        places = [f"{name}, place {place}" for place in self._places for name in self._by_place]
+        return [*self._general, *deep, *places]
 
     def measure(self, scored: Scored) -> tuple[Tensor, Tensor]:
         """Probabilities `[tokens, tests]`, float64, of each set (-1 where a test covers no token), and hits, bool."""
@@ -308,19 +308,14 @@ class Events:
 
     def _with_strata(self, chances: Tensor, hits: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
         deep = torch.tensor([decision.depth > 0 for decision in scored.decisions])
-        columns = {name: number for number, name in enumerate(self._general)}
-        by_depth = [columns[name] for name in self._by_depth]
-        by_place = [columns[name] for name in self._by_place]
+        strata = [(self._by_depth, part & (not scored.coupled)) for part in (~deep, deep)]
+        own = scored.place % max(len(self._places), 1)
+        strata += [(self._by_place, torch.full_like(deep, place == own)) for place in self._places]
         all_chances, all_hits = [chances], [hits]
-        for part in (~deep, deep):
-            here = part & (not scored.coupled)
-            all_chances.append(chances[:, by_depth].masked_fill(~here[:, None], -1.0))
-            all_hits.append(hits[:, by_depth])
-        if self._places > 1:
-            for place in range(self._places):
-                selected = scored.place % self._places == place
-                all_chances.append(chances[:, by_place] if selected else torch.full_like(chances[:, by_place], -1.0))
-                all_hits.append(hits[:, by_place])
+        for names, here in strata:
+            columns = [self._general.index(name) for name in names]
+            all_chances.append(chances[:, columns].masked_fill(~here[:, None], -1.0))
+            all_hits.append(hits[:, columns])
         return torch.cat(all_chances, dim=1), torch.cat(all_hits, dim=1)
 
 

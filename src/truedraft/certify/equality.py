@@ -27,12 +27,9 @@ from truedraft.certify.checks import (
     Deadline,
     Finding,
     Part,
-    ReportProgress,
     Stack,
     Status,
-    answers_in_time,
     numbered,
-    one_by_one,
     recovered,
     share_of,
 )
@@ -77,7 +74,7 @@ class Equality(Check):
         texts: list[list[int]] = []
         for number, (kind, options) in enumerate(kinds.items()):
             tell = share_of(lambda done: context.tell(done * (1.0 - _ROUNDING_SHARE)), number, len(kinds))
-            comparisons, some = _compared(replace(context, params=options), share, tell)
+            comparisons, some = _compared(replace(context, params=options, tell=tell), share)
             texts += some
             findings += [
                 comparison.finding(
@@ -149,7 +146,7 @@ def enough_prompts(prompts: Sequence[Sequence[int]], count: int) -> list[list[in
     return found
 
 
-def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dict[int, Comparison], list[list[int]]]:
+def _compared(context: Context, share: float) -> tuple[dict[int, Comparison], list[list[int]]]:
     prompts = enough_prompts(context.prompts, context.batch)
     each = [numbered(context.params, number) for number in range(len(prompts))]
     plain = context.stack.plain(1)
@@ -159,7 +156,8 @@ def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dic
 
     def compare_group(group: Sequence[int], deadline: Deadline) -> None:
         def answers(engine: Engine, numbers: Sequence[int]) -> list[Answer]:
-            return answers_in_time(engine, [prompts[i] for i in numbers], [each[i] for i in numbers], deadline)
+            answered = deadline.answers(engine, [prompts[i] for i in numbers], [each[i] for i in numbers])
+            return [answer for _, answer in answered]
 
         def compare(size: int, numbers: Sequence[int], expected: Sequence[Answer]) -> None:
             found = answers(engines[size], numbers)
@@ -177,7 +175,7 @@ def _compared(context: Context, share: float, tell: ReportProgress) -> tuple[dic
 
     numbers = range(len(prompts))
     groups = [numbers[i : i + context.batch] for i in numbers[:: context.batch]]
-    one_by_one(groups, context, share, compare_group, tell)
+    context.one_by_one(groups, compare_group, share)
     return comparisons, texts
 
 

@@ -311,11 +311,13 @@ def expected_verdict(case: Case, noise: KeyedNoise | None) -> Verdict:
 
 
 def _slow_choice(p: Tensor, noise: KeyedNoise | None, depth: int) -> int:
-    scores = p.tolist()
-    if noise is not None:
-        gumbel = noise.gumbel(depth, len(scores), _HOST).tolist()
-        scores = [math.log(share) + g if share > 0 else -math.inf for share, g in zip(scores, gumbel, strict=True)]
+    scores = p.tolist() if noise is None else _perturbed(p.tolist(), noise, depth)
     return scores.index(max(scores))
+
+
+def _perturbed(weights: Sequence[float], noise: Noise, depth: int) -> list[float]:
+    gumbel = noise.gumbel(depth, len(weights), _HOST).tolist()
+    return [math.log(weight) + g if weight > 0 else -math.inf for weight, g in zip(weights, gumbel, strict=True)]
 
 
 def judged_cases() -> list[JudgedCase]:
@@ -381,21 +383,17 @@ def drafted_with_noise(world: World, noise: Noise, depth: int, width: int) -> Ca
     level: list[Prefix] = [()]
     drawn: dict[Prefix, list[tuple[int, DrawKind, int]]] = {}
     for place in range(depth):
-        gumbel = noise.gumbel(place, table.vocab, _HOST).tolist()
         for path in level:
-            scores = [
-                math.log(weight) + g if weight else -math.inf
-                for weight, g in zip(table.weights(path), gumbel, strict=True)
-            ]
+            scores = _perturbed(table.weights(path), noise, place)
             best = sorted(range(table.vocab), key=lambda token: (-scores[token], token))[:width]
             drawn[path] = [(0, DrawKind.COUPLED, token) for token in best]
         level = [(*path, token) for path in level for _, _, token in drawn[path]]
     return case_of(world, 1.0, drawn)
 
 
+@dataclass(frozen=True, slots=True)
 class _LineNoise:
-    def __init__(self, differences: Sequence[float]) -> None:
-        self.differences = differences
+    differences: Sequence[float]
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
         return torch.tensor([0.0, self.differences[depth]], dtype=torch.float64, device=device)
@@ -476,30 +474,23 @@ def _continued(world: World, verdict: Verdict, noise: _LineNoise) -> Prefix:
 
 
 def _edge(p: Tensor) -> float:
-    """Token 1 is chosen if G1 - G0 is above log p0 - log p1."""
-    p0, p1 = p.tolist()
-    return math.inf if p1 == 0 else -math.inf if p0 == 0 else math.log(p0) - math.log(p1)
+    """Token 1 is chosen if G1 - G0 is above log p0 - log p1, which may be infinite."""
+    log_p0, log_p1 = p.log().tolist()
+    return float(log_p0 - log_p1)
+
+
+_END = 60.0  # beyond it lies a probability of 1e-26 on either side
 
 
 def _intervals(edges: Sequence[float]) -> list[tuple[float, tuple[float, float, float]]]:
     """Cells of the line of differences: the probability of each, and places near its ends and in its middle."""
-    ends = [-math.inf, *sorted({edge for edge in edges if math.isfinite(edge)}), math.inf]
+    ends = [-_END, *sorted({edge for edge in edges if math.isfinite(edge)}), _END]
     return [
-        (_logistic(high) - _logistic(low), _places(low, high))
+        (_logistic(high) - _logistic(low), (low + _MARGIN, (low + high) / 2, high - _MARGIN))
         for low, high in itertools.pairwise(ends)
         if high - low > 4 * _MARGIN
     ]
 
 
-def _places(low: float, high: float) -> tuple[float, float, float]:
-    if math.isinf(low) and math.isinf(high):
-        return -30.0, 0.0, 30.0
-    if math.isinf(low):
-        return high - 30.0, high - 1.0, high - _MARGIN
-    if math.isinf(high):
-        return low + _MARGIN, low + 1.0, low + 30.0
-    return low + _MARGIN, (low + high) / 2, high - _MARGIN
-
-
 def _logistic(x: float) -> float:
-    return 1.0 if x == math.inf else 1.0 / (1.0 + math.exp(-x)) if x > -700 else 0.0
+    return 1.0 / (1.0 + math.exp(-x))

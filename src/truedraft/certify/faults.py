@@ -276,25 +276,23 @@ def given_another(rule: Rule, changed: Callable[[Proposal, Tensor, Noise], Given
     return altered(rule, accept=accept)
 
 
+@dataclass(frozen=True, slots=True)
 class _AtOtherKeys:
     """Noise read at wrong keys: Gumbel noise at `gumbel_depths` times the depth plus `deeper`."""
 
-    def __init__(
-        self, inner: Noise, *, recovered: Purpose = Purpose.RECOVERED, gumbel_depths: int = 1, deeper: int = 0
-    ) -> None:
-        self._inner = inner
-        self._recovered = recovered
-        self._depths = gumbel_depths
-        self._deeper = deeper
+    inner: Noise
+    recovered: Purpose = Purpose.RECOVERED
+    gumbel_depths: int = 1
+    deeper: int = 0
 
     def uniform(self, purpose: Purpose, depth: int, index: int = 0) -> float:
-        return self._inner.uniform(self._recovered if purpose is Purpose.RECOVERED else purpose, depth, index)
+        return self.inner.uniform(self.recovered if purpose is Purpose.RECOVERED else purpose, depth, index)
 
     def gumbel(self, depth: int, vocab: int, device: torch.device) -> Tensor:
-        return self._inner.gumbel(depth * self._depths + self._deeper, vocab, device)
+        return self.inner.gumbel(depth * self.gumbel_depths + self.deeper, vocab, device)
 
     def inside(self, turn: int, depth: int) -> Noise:
-        return self._inner.inside(turn, depth)  # only the noise of verdicts is broken
+        return self.inner.inside(turn, depth)  # only the noise of verdicts is broken
 
 
 def _drawn(p: Tensor, number: float) -> int:

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from truedraft.certify.checks import (
-    Check,
-    Context,
-    Deadline,
-    Finding,
-    OutOfTimeError,
-    Part,
-    Stack,
-    Status,
-    answer_of,
-    numbered,
-    one_by_one,
-)
+from truedraft.certify.checks import Check, Context, Deadline, Finding, OutOfTimeError, Part, Stack, Status, numbered
 from truedraft.certify.equality import Comparison, enough_prompts
 from truedraft.certify.rounding import measure_rounding
 from truedraft.core.budget import NO_DRAFT
@@ -61,7 +49,7 @@ class Invariance(Check):
                 batch=together,
             )
         )
-        one_by_one(range(len(context.prompts)), context, 1.0, repeated.compare, context.tell)
+        context.one_by_one(range(len(context.prompts)), repeated.compare)
         context.tell(1.0)
         return repeated.findings()
 
@@ -123,7 +111,7 @@ class _Repetitions:
         request = _prepared(engine, prompt, own)
         with _queue(engine) as queue:
             queue(request)
-            return self._finished(request, engine)
+            return self._deadline.answer(engine, request)
 
     def _neighbours(self, number: int, engine: Engine, which: Sequence[int], queue: Callable[[Request], None]) -> None:
         others = _other_options(self._params, lossless=self._stack.rule.lossless)
@@ -145,7 +133,7 @@ class _Repetitions:
             queue(request)
             self._deadline.step(engine)
             self._neighbours(number, engine, range(half, self._batch - 1), queue)
-            return self._finished(request, engine)
+            return self._deadline.answer(engine, request)
 
     def _streamed(self, prompt: Sequence[int], own: SamplingParams, number: int) -> Answer:
         """The pieces must also concatenate to the answer that comes with the last of them."""
@@ -172,12 +160,7 @@ class _Repetitions:
                 self._deadline.step(engine)
             engine.cancel(first)
             queue(again)
-            return self._finished(again, engine)
-
-    def _finished(self, request: Request, engine: Engine) -> Answer:
-        while request.finish_reason is None:
-            self._deadline.step(engine)
-        return answer_of(request)
+            return self._deadline.answer(engine, again)
 
     def findings(self) -> list[Finding]:
         found = []
@@ -231,14 +214,11 @@ def _prepared(engine: Engine, prompt: Sequence[int], own: SamplingParams) -> Req
 
 @contextmanager
 def _queue(engine: Engine) -> Iterator[Callable[[Request], None]]:
-    requests: list[Request] = []
+    """A function that queues requests, which are cancelled at the end."""
+    with ExitStack() as end:
 
-    def queue(request: Request) -> None:
-        engine.enqueue(request)
-        requests.append(request)
+        def queue(request: Request) -> None:
+            engine.enqueue(request)
+            end.callback(engine.cancel, request)
 
-    try:
         yield queue
-    finally:
-        for request in requests:
-            engine.cancel(request)

@@ -125,9 +125,7 @@ class Rounding:
     @property
     def largest_difference(self) -> float:
         """Largest difference of two logits attributed to rounding; a margin moves by at most twice that."""
-        if self.is_rounding:
-            return max(self.plain_difference, self.drafted_difference)
-        return self.plain_difference if self.plain_difference <= self.limit else 0.0
+        return max((spread.largest_logit_difference for spread in self._blamed), default=0.0)
 
     @property
     def mean_total_variation(self) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from truedraft.certify.checks import Deadline, Stack, answer_of, answered_in_time, check_sound, numbered, open_ended
+from truedraft.certify.checks import Deadline, Stack, check_sound, numbered, open_ended
 from truedraft.core.noise import Noise
 from truedraft.core.params import SamplingParams
 from truedraft.core.probs import probs_from_logits
@@ -125,16 +125,16 @@ def scored_answers(
             open_ended(numbered(params, first + place), min(length, room - len(prompt)))
             for place, prompt in enumerate(group)
         ]
-        requests = answered_in_time(engine, group, options, Deadline(math.inf))
-        for request in requests:
+        answers = Deadline(math.inf).answers(engine, group, options)
+        for request, answer in answers:
             if request.error is not None:
                 raise request.error
-            check_sound(answer_of(request), stack.drafter.name)
-        texts = [(prompt, request.tokens[len(prompt) :]) for prompt, request in zip(group, requests, strict=True)]
+            check_sound(answer, stack.drafter.name)
+        texts = [(prompt, request.tokens[len(prompt) :]) for prompt, (request, _) in zip(group, answers, strict=True)]
         probs = plain_probs(judge or stack.target, texts, params)
         yield [
-            Scored(own, tokens, prompt, recorder.taken(each.id), place, params.seeded, answer_of(each).stats.divergence)
-            for place, (own, (prompt, tokens), each) in enumerate(zip(probs, texts, requests, strict=True))
+            Scored(own, tokens, prompt, recorder.taken(request.id), place, params.seeded, answer.stats.divergence)
+            for place, (own, (prompt, tokens), (request, answer)) in enumerate(zip(probs, texts, answers, strict=True))
         ]
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from truedraft.certify.checks import (
-    PATIENCE,
     Check,
     Context,
     Deadline,
@@ -86,7 +85,7 @@ class Statistics(Check):
         """Test tokens until the time is over, or longer if little could have been found by then."""
         tests = TokenTests(context.stack.target.vocab_size, context.batch, allowance)
         deadline = context.deadline(TOKENS_SHARE)
-        patience = context.deadline(PATIENCE, leaving=_JOINT)
+        patience = context.patience(leaving=_JOINT)
         prompts = beginnings(context.prompts, _BEGINNING, _WHOLE)
         for answers in scored_answers(context.stack, prompts, context.params, context.batch):
             for scored in answers:

@@ -176,11 +176,9 @@ def speculate(
         OptionError: an option is out of range.
     """
     check_whole("steps", steps, least=0)
-    windows: int | Windows
-    if window is None or isinstance(window, Windows):
-        windows = window or Windows()
-    else:
-        windows = check_whole("window", window, least=0)
+    windows = Windows() if window is None else window
+    if not isinstance(windows, Windows):
+        windows = check_whole("window", windows, least=0)
     chains = copy.copy(chains) if isinstance(chains, Chains) else Chains.begin(chains, seed)
     chains.errors = [*chains.errors]
     for name in ("states", "at", "calls", "drafted", "accepted", "path", "known"):

@@ -1,4 +1,4 @@
-"""What each token of another engine's answer should have been drawn from, and where rounding might cut otherwise."""
+"""What each token of another engine's answer should have been drawn from, and how far rounding may move that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import truedraft.certify.engines.answer_probs as answer_module
+from certify.engines.known_answers import answer_by, model, reply, within
 from truedraft import SamplingParams
 from truedraft.certify.checks import Status
-from truedraft.certify.engines.answer_probs import EXACT, Allowance, AnswerProbs, Judge, ended_tokens, filtered
+from truedraft.certify.engines.answer_probs import EXACT, Judge, ended_tokens, filtered, measured_allowance
 from truedraft.certify.engines.under_test import check_lengths
 from truedraft.core.probs import probs_from_logits
 from truedraft.measure.peers import FILTERS, Question, Reply
@@ -21,10 +22,6 @@ from truedraft.testing import MarkovModel
 from truedraft.text import Tokenizer
 
 VOCAB = 12
-
-
-def within(log_ratio: float) -> Allowance:
-    return Allowance(log_ratio, log_ratio, "")
 
 
 def rows(count: int = 40) -> torch.Tensor:
@@ -90,14 +87,6 @@ def test_a_greedy_near_tie_is_not_sure_and_both_may_be() -> None:
     assert found.within.tolist() == [[True, True, False], [True, False, False]]
 
 
-def model(eos: tuple[int, ...] = ()) -> MarkovModel:
-    return MarkovModel.random(6, seed=1, eos_token_ids=eos)
-
-
-def reply(*tokens: int, ended: str = "length") -> Reply:
-    return Reply(tokens, None, ended)
-
-
 def test_an_answer_that_stopped_by_itself_drew_an_end_of_text() -> None:
     target = model((5, 4))
     asked = Question((1, 2), SamplingParams(max_tokens=8))
@@ -155,11 +144,7 @@ def test_an_answer_that_ended_with_another_special_token_drew_no_end_of_ours() -
 
 def test_what_is_folded_keeps_the_likeliest_tokens_and_takes_the_others_together() -> None:
     probs = torch.tensor([[0.0, 0.1, 0.4, 0.1, 0.0, 0.05, 0.05, 0.3]], dtype=torch.float64).expand(3, -1)
-    nothing = torch.zeros_like(probs, dtype=torch.bool)
-    answer = AnswerProbs(
-        Question((0,), SamplingParams()), [2, 7, 5], probs.log(), probs, nothing, nothing.any(-1), torch.zeros(3),
-        torch.tensor([[7, 2]]).expand(3, -1),
-    )  # fmt: skip
+    answer = replace(answer_by(probs.log(), [2, 7, 5]), likeliest=torch.tensor([[7, 2]]).expand(3, -1))
     assert answer.places().tolist() == [1, 0, 2]
     torch.testing.assert_close(answer.folded(probs)[0], torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64))
     # what has no mass has none, to the last bit: a bet divides by it
@@ -188,3 +173,81 @@ def test_of_equals_at_the_edge_of_a_nucleus_either_may_stay() -> None:
 
 def test_a_log_ratio_beyond_all_measure_overflows_nowhere() -> None:
     assert within(0.05).at(SamplingParams(temperature=1e-5)) == 300.0
+
+
+LONG = (tuple(range(6)) * 8)[:40]
+"""An answer that is long enough to measure by."""
+
+
+def telling(target: MarkovModel, off: float) -> tuple[Question, Reply]:
+    """An answer whose engine tells log-probabilities that are off by that."""
+    asked = Question((1, 2), SamplingParams(max_tokens=len(LONG)))
+    (answer,) = Judge(target, FILTERS, EXACT).answer_probs([(asked, reply(*LONG))])
+    own = torch.log_softmax(answer.logits, -1).gather(-1, torch.tensor(LONG)[:, None])[:, 0]
+    return asked, replace(reply(*LONG), logprobs=tuple((own + off).tolist()))
+
+
+def test_the_allowance_is_what_the_engine_tells_but_no_more_than_rounding_does() -> None:
+    target = model()
+    assert measured_allowance(target, None, [telling(target, 0.004)])[0].log_ratio == pytest.approx(0.006)
+    found, differences = measured_allowance(target, None, [telling(target, 1.0)])
+    assert found.log_ratio == pytest.approx(0.015)
+    assert differences is not None
+    assert differences.tolist() == pytest.approx([1.0] * len(LONG))
+    assert found.at(SamplingParams(temperature=0.5)) == pytest.approx(0.03)
+    assert found.at(SamplingParams(temperature=0.5, repetition_penalty=0.8)) == pytest.approx(0.0375)
+    assert found.at(SamplingParams(temperature=0.0)) == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize("off", [0.1, None])
+def test_a_judge_in_bfloat16_takes_bfloat16_for_rounding(off: float | None) -> None:
+    """Where no other dtype is there to measure by: what an engine in bfloat16 tells is no more than that."""
+    target = model()
+    target.dtype = torch.bfloat16
+    asked, told = telling(target, off or 0.0)
+    answered = [(asked, told if off else replace(told, logprobs=None))]
+    assert measured_allowance(target, None, answered)[0].log_ratio == pytest.approx(1.5 * (off or 0.15))
+
+
+def test_an_engine_that_answers_nothing_is_measured_by_its_prompts() -> None:
+    """And at an edge one token decides, whose error is larger than that of likeliest ones."""
+    target, generator = model(), torch.Generator().manual_seed(5)
+    noise = 0.02 * torch.randn(target.probs.shape, generator=generator)
+    coarse = MarkovModel(torch.softmax(target.probs.log() + noise, dim=-1))
+    asked = Question(tuple(LONG), SamplingParams(max_tokens=8))
+    found, differences = measured_allowance(target, coarse, [(asked, reply(ended="stop"))])
+    assert differences is None
+    assert 0.01 < found.log_ratio < 0.12
+    assert 1.0 < found.edge / found.log_ratio < 5.0
+
+
+def test_few_told_tokens_measure_nothing() -> None:
+    target = model()
+    asked, told = telling(target, 0.0)
+    few = replace(told, token_ids=LONG[:8], logprobs=(told.logprobs or ())[:8])
+    assert measured_allowance(target, None, [(asked, few)])[0].log_ratio == pytest.approx(0.015)
+
+
+def test_rows_are_judged_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device the model is on: what it gives there knows nothing but the way back."""
+
+    class Elsewhere:
+        def __init__(self, rows: torch.Tensor) -> None:
+            self._rows = rows
+
+        def cpu(self) -> torch.Tensor:
+            return self._rows
+
+    plain = answer_module.plain_logits
+    monkeypatch.setattr(answer_module, "plain_logits", lambda *args: [Elsewhere(rows) for rows in plain(*args)])
+    target = model()
+    found, _ = measured_allowance(target, target, [telling(target, 0.0)])
+    assert found.log_ratio == pytest.approx(1.5e-4)
+
+
+@pytest.mark.parametrize("told", [(float("nan"),) * len(LONG), (0.0,) * (len(LONG) - 1)])
+def test_what_are_no_log_probabilities_measures_nothing(told: tuple[float, ...]) -> None:
+    target = model()
+    asked, answer = telling(target, 0.0)
+    found, differences = measured_allowance(target, None, [(asked, replace(answer, logprobs=told))])
+    assert differences is None and found.log_ratio == pytest.approx(0.015)

@@ -11,14 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+from certify.engines.known_answers import SAMPLED, model, reply
 from support.letters import Letters
 from truedraft import SamplingParams
 from truedraft.certify import Report
 from truedraft.certify.checks import Status
 from truedraft.certify.engines import certify_engine, compare_engines
 from truedraft.certify.engines.answer_probs import EXACT, AnswerProbs, Judge
-from truedraft.certify.engines.evidence import COPIED, WEIGHTS, Bets, Evidence, alternatives_for, ngram_candidates
-from truedraft.certify.engines.run import drafted
+from truedraft.certify.engines.evidence import (
+    COPIED,
+    WEIGHTS,
+    Bets,
+    Evidence,
+    alternatives_for,
+    drafted,
+    ngram_candidates,
+)
 from truedraft.certify.engines.under_test import check_lengths, check_stops
 from truedraft.errors import OptionError, PeerError
 from truedraft.measure.peers import FILTERS, Peer, PeerFacts, ProcessPeer, Question, Reply
@@ -28,60 +36,48 @@ from truedraft.testing import MarkovModel
 @pytest.mark.parametrize(("unsure", "status"), [("", Status.FAILS), ("read from its text", Status.HOLDS)])
 def test_an_answer_is_too_long_only_where_its_ids_are_those_that_were_drawn(unsure: str, status: Status) -> None:
     asked = Question((1, 2), SamplingParams(max_tokens=2))
-    kept, *_ = check_lengths([(asked, Reply((1, 2, 3), "abc", "length", unsure=unsure))], MarkovModel.random(6, seed=1))
+    kept, *_ = check_lengths([(asked, Reply((1, 2, 3), "abc", "length", unsure=unsure))], model())
     assert kept.status is status
 
 
 def test_an_allowance_that_is_none_is_refused() -> None:
     for allowance in (math.nan, math.inf, -1.0):
-        target = MarkovModel.random(6, seed=1)
         peer = ProcessPeer(lambda prompt, max_tokens, temperature: [0] * max_tokens)
         with pytest.raises(OptionError, match=f"allowance must be a number of 0 or more, got {allowance}"):
-            certify_engine(peer, target, [(1, 2)], SamplingParams(temperature=1.0), allowance=allowance)
+            certify_engine(peer, model(), [(1, 2)], SAMPLED, allowance=allowance)
 
 
 Answers = Mapping[int, tuple[int, int, float] | tuple[()] | None]
 
 
-class Told(Peer):
+def told(answers: Answers, mode: str) -> Peer:
     """Answers each prompt of one token by a token and its nearest rival, this far below it; None drops the answer."""
 
-    def __init__(self, told: Answers) -> None:
-        self.facts = PeerFacts("told", "", takes=("max_tokens", "logprobs"), logprobs="raw")
-        self._told = told
-
-    def answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, Reply | PeerError]]:
-        yield from enumerate(map(self._answer, questions))
-
-    def _answer(self, question: Question) -> Reply | PeerError:
-        told = self._told[question.prompt[0]]
-        if told is None:
+    def instead(question: Question, reply: Reply) -> Reply | PeerError:
+        answer = answers[question.prompt[0]]
+        if answer is None:
             return PeerError("no")
-        if not told:
+        if not answer:
             return Reply((), None, "stop", (), ())
-        token, rival, below = told
+        token, rival, below = answer
         if not question.params.logprobs:
             return Reply((token,))
-        top = {token: -0.5, rival: -0.5 - below}
-        shown = dict(list(top.items())[: question.params.logprobs])
-        return Reply((token,), None, "length", (-0.5,), (shown,))
+        top = [(token, -0.5), (rival, -0.5 - below)][: question.params.logprobs]
+        return Reply((token,), None, "length", (-0.5,), (dict(top),))
+
+    return Drawing(instead, mode)
 
 
 NEAR, APART = (3, 4, 0.01), (3, 4, 2.0)
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "told", "status", "facts"),
+    ("one", "two", "mode", "status", "facts"),
     [
         ({1: NEAR, 2: APART}, {1: (4, 3, 0.01), 2: APART}, "raw", Status.HOLDS, {"near_ties": 1}),
         ({1: NEAR, 2: APART}, {1: NEAR, 2: (4, 3, 2.0)}, "raw", Status.FAILS, {"same": 1}),
-        (
-            {1: APART, 2: APART},
-            {1: None, 2: APART},
-            "raw",
-            Status.HOLDS,
-            {"same": 1},
-        ),  # what is dropped shifts no other
+        # What is dropped shifts no other.
+        ({1: APART, 2: APART}, {1: None, 2: APART}, "raw", Status.HOLDS, {"same": 1}),
         # The end itself has no log-probabilities; going on has.
         ({1: NEAR}, {1: ()}, "raw", Status.HOLDS, {"near_ties": 1}),
         ({1: ()}, {1: APART}, "raw", Status.FAILS, {"near_ties": 0}),
@@ -89,11 +85,9 @@ NEAR, APART = (3, 4, 0.01), (3, 4, 2.0)
     ],
 )
 def test_greedy_answers_part_at_near_ties_alone(
-    one: Answers, two: Answers, told: str, status: Status, facts: dict[str, int]
+    one: Answers, two: Answers, mode: str, status: Status, facts: dict[str, int]
 ) -> None:
-    peers = Told(one), Told(two)
-    for peer in peers:
-        peer.facts = replace(peer.facts, logprobs=told)
+    peers = told(one, mode), told(two, mode)
     (found,) = compare_engines(*peers, [(token,) for token in one], SamplingParams()).findings
     assert found.status is status and facts.items() <= found.facts.items()
 
@@ -118,7 +112,7 @@ def test_answers_end_at_their_stop_text(reply: Reply, ends: tuple[int, ...], wro
     assert found.facts["wrong"] == wrong and (found.status is Status.FAILS) == bool(wrong)
 
 
-TARGET = MarkovModel.random(6, seed=1)
+TARGET = model()
 PROMPTS = [(a, b) for a in range(3) for b in range(3)]
 
 
@@ -155,8 +149,7 @@ class Drawing(Peer):
 
 
 def certified(peer: Peer, tokens: int = 400, **more: Any) -> Report:
-    params = SamplingParams(temperature=1.0)
-    return certify_engine(peer, TARGET, PROMPTS, params, tokens=tokens, together=4, **more)
+    return certify_engine(peer, TARGET, PROMPTS, SAMPLED, tokens=tokens, together=4, **more)
 
 
 def status_of(report: Report, name: str) -> Status:
@@ -177,7 +170,7 @@ def test_long_answers_are_asked_for_as_many_at_once_as_short_ones() -> None:
     assert sampled.count(48) >= 4
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED])
 def test_no_tokens_are_not_enough(params: SamplingParams) -> None:
     peer = Drawing(lambda question, reply: Reply(()) if question.params.greedy else reply)
     report = certify_engine(peer, TARGET, PROMPTS, params, tokens=64)
@@ -246,14 +239,14 @@ def test_answers_that_end_where_the_engines_context_is_full_are_not_short() -> N
     assert kept.status is Status.FAILS
 
 
-def answer_of(*tokens: int, target: MarkovModel = TARGET) -> AnswerProbs:
+def answer_of(*tokens: int) -> AnswerProbs:
     question = Question((1, 2), SamplingParams(temperature=1.0, max_tokens=len(tokens)))
-    (answer,) = Judge(target, FILTERS, EXACT).answer_probs([(question, Reply(tokens))])
+    (answer,) = Judge(TARGET, FILTERS, EXACT).answer_probs([(question, Reply(tokens))])
     return answer
 
 
 def test_bets_pay_for_answers_that_were_dropped_and_other_evidence_stands_still() -> None:
-    evidence = Evidence(6, SamplingParams(temperature=1.0), FILTERS, [], 0.0)
+    evidence = Evidence(6, SAMPLED, FILTERS, [], 0.0)
     evidence.add(answer_of(0, 1, 2, 3), {}, repeated=True)
     before = evidence.log_parts()
     evidence.lose(1, 4)
@@ -267,9 +260,8 @@ def test_bets_pay_for_answers_that_were_dropped_and_other_evidence_stands_still(
 
 def test_no_choice_among_answers_gains_more_than_what_was_paid_for_them() -> None:
     """Whatever an answer that was dropped said, bets would have been as low at the least as they are after paying."""
-    params = SamplingParams(temperature=1.0)
     for tokens in itertools.product(range(6), repeat=2):
-        known, unknown = (Bets(alternatives_for(params, FILTERS, [COPIED])) for _ in range(2))
+        known, unknown = (Bets(alternatives_for(SAMPLED, FILTERS, [COPIED])) for _ in range(2))
         answer = answer_of(*tokens)
         known.add(answer, {COPIED: ngram_candidates(answer)})
         unknown.lose(2, 0.0)
@@ -290,8 +282,7 @@ def test_two_servers_one_of_which_drops_answers_are_not_called_different() -> No
         drops = reply.token_ids[0] == 3 and not question.params.greedy
         return PeerError("half a character") if drops else reply
 
-    params = SamplingParams(temperature=1.0)
-    report = compare_engines(Drawing(), Drawing(instead), PROMPTS, params, tokens=6000, together=4)
+    report = compare_engines(Drawing(), Drawing(instead), PROMPTS, SAMPLED, tokens=6000, together=4)
     finding = report.findings[0]
     assert finding.status is Status.NOT_ENOUGH and "were dropped" in finding.summary
 
@@ -299,7 +290,7 @@ def test_two_servers_one_of_which_drops_answers_are_not_called_different() -> No
 def test_a_draft_without_some_ids_gains_nothing_on_average() -> None:
     """Whether there is a draft at a token must not hang on that token."""
     small = MarkovModel.random(4, seed=2)
-    alternatives = alternatives_for(SamplingParams(temperature=1.0), FILTERS, ["small"])
+    alternatives = alternatives_for(SAMPLED, FILTERS, ["small"])
     judge = Judge(TARGET, FILTERS, EXACT, {"small": small})
     mean = torch.zeros(len(alternatives), len(WEIGHTS), dtype=torch.float64)
     for token in range(6):
@@ -316,13 +307,11 @@ def test_a_draft_without_some_ids_gains_nothing_on_average() -> None:
 def test_the_order_of_ends_of_text_changes_no_bet() -> None:
     logs = []
     for ends in ((4, 5), (5, 4)):
-        target = MarkovModel.random(6, seed=1, eos_token_ids=ends)
         params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=8)
-        answers = Judge(target, FILTERS, EXACT).answer_probs(
-            [(Question((1, 2), params), Reply((0, 3, 1), finish_reason="stop"))]
-        )
+        answered = Question((1, 2), params), reply(0, 3, 1, ended="stop")
+        (answer,) = Judge(model(ends), FILTERS, EXACT).answer_probs([answered])
         bets = Bets(alternatives_for(params, FILTERS, []))
-        bets.add(answers[0], {})
+        bets.add(answer, {})
         logs.append(bets._logs)
     # all but what looks at ids: the last token again
     torch.testing.assert_close(logs[0], logs[1])

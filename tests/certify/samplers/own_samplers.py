@@ -86,16 +86,9 @@ def by_blocks(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, u
     return cut(draft_tokens, kept, behind)
 
 
-def flatter(q: Tensor) -> Tensor:
-    """At temperature 2."""
-    root = q.sqrt()
-    return root / root.sum(-1, keepdim=True)
-
-
-def sampler(name: str, function: Callable[..., Any] = token_by_token, **wrong: Any) -> Sampler:
-    return Sampler(
-        name, functools.partial(function, **wrong), ("draft_tokens", "draft_probs", "target_probs", "uniforms")
-    )
+def sampler(function: Callable[..., Any] = token_by_token, **wrong: Any) -> Sampler:
+    arguments = ("draft_tokens", "draft_probs", "target_probs", "uniforms")
+    return Sampler("own", functools.partial(function, **wrong), arguments)
 
 
 def drops_unlikely(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -110,60 +103,27 @@ def drops_unlikely(draft_tokens: Tensor, draft_probs: Tensor, target_probs: Tens
     return torch.where((cut_short & (shown < k))[:, None], cut(draft_tokens, shown, drawn), sound)
 
 
-FAULTS: dict[str, tuple[Sampler, str, str]] = {
-    "residual is p": (
-        sampler("residual", residual=lambda p, q, x: p),
-        "the residual is p",
-        "after a rejection the token is drawn from p",
+FAULTS: dict[tuple[str, str], Sampler] = {
+    ("the residual is p", "after a rejection the token is drawn from p"): sampler(residual=lambda p, q, x: p),
+    ("the residual is p", "without the drafted token"): sampler(
+        residual=lambda p, q, x: p.scatter(-1, x[..., None], 0.0)
     ),
-    "residual is p without the draft": (
-        sampler("without", residual=lambda p, q, x: p.scatter(-1, x[..., None], 0.0)),
-        "the residual is p",
-        "without the drafted token",
+    ("shared noise", "the number that rejects also draws the recovered token"): sampler(
+        recovers_by=lambda u, k: u[:, :k]
     ),
-    "one number rejects and recovers": (
-        sampler("shared", recovers_by=lambda u, k: u[:, :k]),
-        "shared noise",
-        "the number that rejects also draws the recovered token",
+    ("shared noise", "one number judges all drafted tokens of a row"): sampler(
+        judges_by=lambda u, k: u[:, :1].expand(-1, k)
     ),
-    "one number judges a row": (
-        sampler("one", judges_by=lambda u, k: u[:, :1].expand(-1, k)),
-        "shared noise",
-        "one number judges all drafted tokens of a row",
+    ("keeps every drafted token", "whatever the target says"): sampler(accept=lambda p, q: torch.ones_like(p)),
+    ("accepts too much", "with min(1, p / 0.8 q)"): sampler(accept=lambda p, q: p / (0.8 * q)),
+    ("accepts too little", "with 0.8 min(1, p / q)"): sampler(accept=lambda p, q: 0.8 * (p / q).clamp_max(1.0)),
+    ("judged at another temperature", "the draft's distribution at 2"): sampler(
+        judged_q=lambda q: q.sqrt() / q.sqrt().sum(-1, keepdim=True)
     ),
-    "accepts always": (
-        sampler("always", accept=lambda p, q: torch.ones_like(p)),
-        "keeps every drafted token",
-        "whatever the target says",
-    ),
-    "accepts too much": (
-        sampler("lenient", accept=lambda p, q: p / (0.8 * q)),
-        "accepts too much",
-        "with min(1, p / 0.8 q)",
-    ),
-    "accepts too little": (
-        sampler("strict", accept=lambda p, q: 0.8 * (p / q).clamp_max(1.0)),
-        "accepts too little",
-        "with 0.8 min(1, p / q)",
-    ),
-    "judged at another temperature": (
-        sampler("temperature", judged_q=flatter),
-        "judged at another temperature",
-        "the draft's distribution at 2",
-    ),
-    "drops tokens of low q": (
-        sampler("drops", drops_unlikely),
-        "drafted tokens of low q are dropped",
-        "below 0.3, and p is drawn from",
-    ),
-    "bonus off by one": (
-        sampler("bonus", bonus=lambda target: target[:, -2]),
-        "the bonus token is wrong",
-        "drawn one position too early",
-    ),
-    "forbidden tokens stay": (
-        sampler("forbidden", accept=lambda p, q: torch.where(p == 0.0, 1.0, p / q)),
-        "emits what p forbids",
-        "drafted tokens without target probability are kept",
+    ("drafted tokens of low q are dropped", "below 0.3, and p is drawn from"): sampler(drops_unlikely),
+    ("the bonus token is wrong", "drawn one position too early"): sampler(bonus=lambda target: target[:, -2]),
+    ("emits what p forbids", "drafted tokens without target probability are kept"): sampler(
+        accept=lambda p, q: torch.where(p == 0.0, 1.0, p / q)
     ),
 }
+"""A sampler for each fault, by the name and the detail that a report gives."""

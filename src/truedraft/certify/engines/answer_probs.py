@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -181,20 +181,14 @@ class AnswerProbs:
         return torch.where(here.any(dim=-1), here.int().argmax(dim=-1), self.likeliest.shape[-1])
 
 
+@dataclass(frozen=True, slots=True)
 class Judge:
     """Scores answers under a target's own forward, with an engine's order of filters and its possible draft models."""
 
-    def __init__(
-        self,
-        target: LanguageModel,
-        filters: Sequence[str],
-        allowance: Allowance,
-        drafts: Mapping[str, LanguageModel] | None = None,
-    ) -> None:
-        self.target = target
-        self.filters = tuple(filters)
-        self.allowance = allowance
-        self.drafts = dict(drafts or {})
+    target: LanguageModel
+    filters: Sequence[str]
+    allowance: Allowance
+    drafts: Mapping[str, LanguageModel] = field(default_factory=dict)
 
     def answer_probs(self, answered: Sequence[tuple[Question, Reply]]) -> list[AnswerProbs]:
         ended = [(question, ended_tokens(self.target, question, reply)) for question, reply in answered]

@@ -11,6 +11,7 @@ distributions of a named draft model, or candidates copied from the text as in n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from truedraft.certify import faults
 from truedraft.certify.e_process import ALARM, CERTAIN, EProcess, EventTests, TokenTests, log_mean
-from truedraft.certify.engines.answer_probs import LEAST_SURE, AnswerProbs
+from truedraft.certify.engines.answer_probs import (
+    LEAST_SURE,
+    AnswerProbs,
+    Judge,
+    filtered,
+    judging_logits,
+    with_one_end,
+)
 from truedraft.certify.faults import argmax
 from truedraft.certify.sampling import Decision, Scored
 from truedraft.core.params import SamplingParams
@@ -50,16 +58,14 @@ class Alternative:
 
 def alternatives_for(params: SamplingParams, filters: Sequence[str], drafts: Sequence[str]) -> list[Alternative]:
     """The alternatives that differ from the target under some options, an order of filters and named drafts."""
-    found = _of_state()
-    if not params.greedy:
-        found += [*_of_temperature(params, filters), *_of_filters(params, filters)]
-        found += [one for draft in drafts for one in _of_judging(draft)]
-    else:
-        found.append(
-            _options("drawn at temperature 1", "sampling at temperature 0", replace(params, temperature=1.0), FILTERS)
-        )
-        found += [one for draft in drafts for one in _of_judging(draft)[:1]]
-    return found
+    judged = [_of_judging(draft)[: 1 if params.greedy else None] for draft in drafts]
+    drawn = replace(params, temperature=1.0)
+    others = (
+        [_options("drawn at temperature 1", "sampling at temperature 0", drawn, FILTERS)]
+        if params.greedy
+        else _of_options(params, filters)
+    )
+    return [*_of_state(), *others, *itertools.chain(*judged)]
 
 
 def _without_draft(name: str, fault: str, probs: Callable[[AnswerProbs], Tensor]) -> Alternative:
@@ -71,53 +77,37 @@ def _options(name: str, fault: str, params: SamplingParams, filters: Sequence[st
     return _without_draft(name, fault, lambda own: own.under(params, filters))
 
 
-def _of_temperature(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
+def _of_options(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
+    def other(name: str, fault: str, **changed: Any) -> Alternative:
+        return _options(name, fault, replace(params, **changed), filters)
+
+    likeliest = "the likeliest token", "greedy above temperature 0"
+    found = [Alternative(*likeliest, lambda own, drafts: argmax(own.folded(own.probs)))]
     t = params.temperature
-    found = [
-        Alternative(
-            "the likeliest token", "greedy above temperature 0", lambda own, drafts: argmax(own.folded(own.probs))
-        ),
-        *(
-            _options(
-                f"{factor:g} times the temperature",
-                "another temperature",
-                replace(params, temperature=factor * t),
-                filters,
-            )
-            for factor in (0.5, 0.75, 1.33, 2.0)
-        ),
+    found += [
+        other(f"{factor:g} times the temperature", "another temperature", temperature=factor * t)
+        for factor in (0.5, 0.75, 1.33, 2.0)
     ]
     if abs(t - 1.0) > 0.05:
-        twice = replace(params, temperature=t * t)
-        found += [
-            _options("temperature twice", "temperature applied twice", twice, filters),
-            _options("temperature 1", "temperature ignored", replace(params, temperature=1.0), filters),
-        ]
-    return found
-
-
-def _of_filters(params: SamplingParams, filters: Sequence[str]) -> list[Alternative]:
-    found = []
+        found.append(other("temperature twice", "temperature applied twice", temperature=t * t))
+        found.append(other("temperature 1", "temperature ignored", temperature=1.0))
     if params.top_p < 1.0:
-        found += [
-            _options("no top-p", "top-p ignored", replace(params, top_p=1.0), filters),
-            _without_draft("one token more", "top-p off by one token", lambda own: _resized(own, filters, 1)),
-            _without_draft("one token less", "top-p off by one token", lambda own: _resized(own, filters, -1)),
-        ]
+        off_by_one = "top-p off by one token"
+        found.append(other("no top-p", "top-p ignored", top_p=1.0))
+        found.append(_without_draft("one token more", off_by_one, lambda own: _resized(own, filters, 1)))
+        found.append(_without_draft("one token less", off_by_one, lambda own: _resized(own, filters, -1)))
     if params.top_k > 0:
-        found.append(_options("no top-k", "top-k ignored", replace(params, top_k=0), filters))
-        for more in (1, -1) if params.top_k > 1 else (1,):
-            other = replace(params, top_k=params.top_k + more)
-            found.append(_options(f"top-k {other.top_k}", "top-k off by one token", other, filters))
+        found.append(other("no top-k", "top-k ignored", top_k=0))
+        for k in (params.top_k + 1, params.top_k - 1):
+            found += [other(f"top-k {k}", "top-k off by one token", top_k=k)] * (k > 0)
     if params.min_p > 0.0:
-        found.append(_options("no min-p", "min-p ignored", replace(params, min_p=0.0), filters))
+        found.append(other("no min-p", "min-p ignored", min_p=0.0))
     plain = SamplingParams(temperature=1.0)
-    active = [name for name in filters if getattr(params, name) != getattr(plain, name)]
+    active = tuple(name for name in filters if getattr(params, name) != getattr(plain, name))
     orders = {tuple(name for name in order if name in active) for order in (FILTERS, _TEMPERATURE_LAST, _MIN_P_FIRST)}
     found += [
         _options(f"order {', '.join(order)}", "filters in another order", params, order)
-        for order in sorted(orders - {tuple(active)})
-        if active
+        for order in sorted(orders - {active})
     ]
     return found
 
@@ -205,6 +195,26 @@ def ngram_candidates(answer: AnswerProbs) -> Tensor:
         for size in range(1, _NGRAM + 1):
             if place >= size:
                 seen[tuple(text[place - size : place])] = place
+    return found
+
+
+def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
+    """The drafts' distributions at the tokens of an answer, under its options."""
+    found = {COPIED: ngram_candidates(answer)}
+    for name, model in judge.drafts.items():
+        found[name] = torch.zeros_like(answer.probs)
+        known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
+        # A row depends only on tokens before its own, so its own token may be one that the draft does not have.
+        first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
+        if known < first or last <= first:  # a draft that cannot read the text proposes nothing
+            continue
+        following = [*answer.text[first : last - 1], 0]  # no row sees the last
+        (logits,) = judging_logits(model, [(answer.question.prompt, following)])
+        ids = min(model.vocab_size, judge.target.vocab_size)
+        rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
+        rows[:, :ids] = logits[:, :ids]
+        probs = filtered(rows, answer.question.params, judge.filters).probs
+        found[name][: len(rows)] = with_one_end(probs, answer.ends)
     return found
 
 

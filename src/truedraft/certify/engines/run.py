@@ -14,26 +14,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from truedraft.certify.checks import Deadline, Finding, Part, Status, check_run, now
 from truedraft.certify.e_process import ALARM, CERTAIN, ENOUGH, EProcess, log_mean
-from truedraft.certify.engines.answer_probs import (
-    Allowance,
-    AnswerProbs,
-    Judge,
-    filtered,
-    judging_logits,
-    measured_allowance,
-    with_one_end,
-)
-from truedraft.certify.engines.evidence import COPIED, Evidence, ngram_candidates
+from truedraft.certify.engines.answer_probs import Allowance, Judge, measured_allowance
+from truedraft.certify.engines.evidence import COPIED, Evidence, drafted
 from truedraft.certify.engines.under_test import (
     BEGINNING,
-    GREEDY_PROMPTS,
     REPEATED_PROMPTS,
     REPEATED_TOKENS,
     STREAM_TOKENS,
@@ -43,14 +32,8 @@ from truedraft.certify.engines.under_test import (
     ReportProgress,
     check_lengths,
     check_logprobs,
-    check_seeds,
     check_stops,
     engine_report,
-    facts_of,
-    greedy_answers,
-    groups,
-    refuse_unusable,
-    stop_questions,
 )
 from truedraft.certify.report import Report, evidence_words
 from truedraft.core.params import SamplingParams
@@ -93,19 +76,18 @@ def certify_engine(
     target failed.
     """
     check_run(prompts, target.context_length - STREAM_TOKENS - 1, together, seconds)
-    refuse_unusable(peer, params)
+    engine = EngineUnderTest(peer, prompts, params, together, target.vocab_size)
     if allowance is not None and not 0.0 <= allowance < math.inf:
         raise OptionError(f"must be a number of 0 or more, got {allowance}", field="allowance")
     began, deadline = now(), Deadline(seconds)
-    engine = EngineUnderTest(peer, prompts, params, together, target.vocab_size)
-    greedy = greedy_answers(engine, tokens, deadline)
+    greedy = engine.greedy_answers(tokens, deadline)
     tell(Part.GREEDY, 1.0)
     raw = greedy
     if peer.facts.logprobs != "raw":  # processed ones include temperature and filters, or are unknown
         raw = [(question, replace(reply, logprobs=None)) for question, reply in greedy]
     measured, differences = measured_allowance(target, rounded, raw)
     allowed = measured if allowance is None else Allowance(allowance, allowance, "as it was stated")
-    judge = Judge(target, peer.facts.filters, allowed, drafts)
+    judge = Judge(target, peer.facts.filters, allowed, drafts or {})
     findings = [_of_greedy(judge, greedy, engine)]
     answers: list[Answered] = []
     if not params.greedy:
@@ -131,19 +113,12 @@ def _of_greedy(judge: Judge, answered: Sequence[Answered], engine: EngineUnderTe
         f"{evidence.tokens:,} tokens, {ties} of them at near ties; {evidence.outside} are not the likeliest token by "
         f"more than rounding: evidence {evidence_words(evidence.process.log10)}"
     )
-    facts = evidence.facts() | {"near_ties": ties}
-    name = "greedy tokens at their own prefixes"
-    return _tokens_finding(Part.GREEDY, name, evidence, engine, evidence.sure >= _LEAST_GREEDY, summary, facts)
+    name, enough = "greedy tokens at their own prefixes", evidence.sure >= _LEAST_GREEDY
+    return _tokens_finding(Part.GREEDY, name, evidence, engine, enough, summary, near_ties=ties)
 
 
 def _tokens_finding(
-    part: Part,
-    name: str,
-    evidence: Evidence,
-    engine: EngineUnderTest,
-    enough: bool,
-    summary: str,
-    facts: dict[str, Any],
+    part: Part, name: str, evidence: Evidence, engine: EngineUnderTest, enough: bool, summary: str, **more: int
 ) -> Finding:
     """FAILS only if the engine returned its token ids itself."""
     status = Status.HOLDS if enough else Status.NOT_ENOUGH
@@ -152,7 +127,7 @@ def _tokens_finding(
         status = Status.NOT_ENOUGH if unsure else Status.FAILS
         if unsure:
             summary += f"; the ids of {unsure} answers were read from their text and may be others than those drawn"
-    return Finding(part, name, status, summary, facts)
+    return Finding(part, name, status, summary, evidence.facts() | more)
 
 
 def _sampled(
@@ -161,7 +136,7 @@ def _sampled(
     evidence = _evidence(judge, engine.params)
     kept: list[Answered] = []
     failed: PeerError | None = None
-    for questions, repeated in groups(engine):
+    for questions, repeated in engine.groups():
         if evidence.tokens >= tokens or deadline.over or CERTAIN in evidence.process.reached:
             break
         try:
@@ -194,32 +169,12 @@ def _sampled_finding(evidence: Evidence, judge: Judge, engine: EngineUnderTest) 
     if evidence.dropped:
         summary += f"; {evidence.dropped} answers were dropped: bets paid for them, and other evidence was frozen"
     name, enough = "sampled tokens at their own prefixes", detectable <= ENOUGH
-    return _tokens_finding(Part.SAMPLED, name, evidence, engine, enough, summary, evidence.facts())
+    return _tokens_finding(Part.SAMPLED, name, evidence, engine, enough, summary)
 
 
 def _evidence(judge: Judge, params: SamplingParams) -> Evidence:
     slack = judge.allowance.at(params)
     return Evidence(judge.target.vocab_size, params, judge.filters, [*judge.drafts, COPIED], slack)
-
-
-def drafted(answer: AnswerProbs, judge: Judge) -> dict[str, Tensor]:
-    """The drafts' distributions at the tokens of an answer, under its options."""
-    found = {COPIED: ngram_candidates(answer)}
-    for name, model in judge.drafts.items():
-        found[name] = torch.zeros_like(answer.probs)
-        known = next((place for place, token in enumerate(answer.text) if token >= model.vocab_size), len(answer.text))
-        # A row depends only on tokens before its own, so its own token may be one that the draft does not have.
-        first, last = len(answer.question.prompt), min(known + 1, len(answer.text), model.context_length)
-        if known < first or last <= first:  # a draft that cannot read the text proposes nothing
-            continue
-        following = [*answer.text[first : last - 1], 0]  # no row sees the last
-        (logits,) = judging_logits(model, [(answer.question.prompt, following)])
-        ids = min(model.vocab_size, judge.target.vocab_size)
-        rows = torch.full((len(logits), judge.target.vocab_size), -math.inf, dtype=torch.float64)
-        rows[:, :ids] = logits[:, :ids]
-        probs = filtered(rows, answer.question.params, judge.filters).probs
-        found[name][: len(rows)] = with_one_end(probs, answer.ends)
-    return found
 
 
 def _promises(
@@ -228,10 +183,10 @@ def _promises(
     found = check_lengths(answered, judge.target)
     tokenizer = judge.target.tokenizer
     try:
-        questions = [] if tokenizer is None else stop_questions(engine, tokenizer, greedy[:GREEDY_PROMPTS])
+        questions = [] if tokenizer is None else engine.stop_questions(tokenizer, greedy)
         if questions and tokenizer is not None:
             found.insert(0, check_stops(engine.send(questions), greedy, tokenizer, judge))
-        found += check_seeds(engine)
+        found += engine.check_seeds()
     except PeerError as error:
         name = "stop texts and seeds"
         found.append(
@@ -261,8 +216,6 @@ def compare_engines(
     errors are those of `certify_engine`; each engine generates half of the tokens.
     """
     check_run(prompts, math.inf, together, seconds)
-    for each in (peer, other):
-        refuse_unusable(each, params)
     began, deadline = now(), Deadline(seconds)
     # The second engine gets other seeds, so that equal noise does not make answers alike.
     elsewhere = params if params.seed is None else replace(params, seed=params.seed + (1 << 31))
@@ -271,7 +224,7 @@ def compare_engines(
     if not params.greedy:
         findings.insert(0, _alike_sampled(both, deadline, tokens, tell))
     tell(Part.AGAINST, 1.0)
-    return engine_report(findings, both, now() - began, against=facts_of(other.facts))
+    return engine_report(findings, both, now() - began, against=both[1].facts)
 
 
 def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: int, report: ReportProgress) -> Finding:
@@ -307,7 +260,7 @@ def _alike_sampled(both: Sequence[EngineUnderTest], deadline: Deadline, tokens: 
 
 
 def _alike_greedily(both: Sequence[EngineUnderTest], tokens: int, deadline: Deadline) -> Finding:
-    answers = [greedy_answers(each, tokens // 2, deadline) for each in both]
+    answers = [each.greedy_answers(tokens // 2, deadline) for each in both]
     others = {question.prompt: reply for question, reply in answers[1]}  # some may have been dropped, for either engine
     pairs = [(question, one, others[question.prompt]) for question, one in answers[0] if question.prompt in others]
     same = ties = 0

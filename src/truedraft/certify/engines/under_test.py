@@ -20,7 +20,7 @@ from truedraft.certify.report import Report, option_words
 from truedraft.certify.sampling import beginnings
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError, PeerError
-from truedraft.measure.peers import Peer, PeerFacts, Question, Reply
+from truedraft.measure.peers import Peer, Question, Reply
 from truedraft.models.base import LanguageModel
 from truedraft.text import REPLACEMENT, Tokenizer
 
@@ -29,7 +29,7 @@ REPEATED_TOKENS = 4
 STREAM_TOKENS = 48
 TOKENS = 8000  # default number of sampled tokens
 REPEATED_PROMPTS = 3
-GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
+_GREEDY_PROMPTS, _GREEDY_TOKENS = 6, 32
 _RIVALS = 2  # top log-probabilities requested per token, to see near ties
 _STREAMS = 3  # minimum number of long answers per round; the repeated prompts get as many tokens
 _WHOLE = 4
@@ -41,7 +41,10 @@ ReportProgress = Callable[[Part, float], None]
 
 @dataclass
 class EngineUnderTest:
-    """An engine under test, with counts of its replies."""
+    """An engine under test, with counts of its replies.
+
+    Raises OptionError for options that the engine does not take, or that cannot be certified on engines.
+    """
 
     peer: Peer
     prompts: Sequence[Sequence[int]]
@@ -55,6 +58,16 @@ class EngineUnderTest:
 
     def __post_init__(self) -> None:
         self._seeds = itertools.count(self.params.seed or 0)
+        if self.params.structured or self.params.bad_words:
+            raise OptionError("an engine is certified without structured answers and bad words; leave them out")
+        refused = self.peer.refuses(replace(self.params, stop=(), stop_token_ids=()))
+        if refused:
+            raise OptionError(f"{self.peer.facts.name} does not take {refused}; leave it out")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Name, version and further facts of the engine, for the record."""
+        return {"name": self.peer.facts.name, "version": self.peer.facts.version, **self.peer.facts.more}
 
     def open(self, prompt: Sequence[int], length: int, **more: object) -> Question:
         """A question with the user's options, up to `length` tokens, no stop texts and its own seed."""
@@ -87,56 +100,77 @@ class EngineUnderTest:
                 )
         return found
 
+    def greedy_answers(self, tokens: int, deadline: Deadline) -> list[Answered]:
+        """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
+        cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        many = max(_GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if self.params.greedy else _GREEDY_PROMPTS
+        extra = {"logprobs": _RIVALS} if self.peer.facts.logprobs else {}
+        questions = [self.open(prompt, _GREEDY_TOKENS, **cold, **extra) for prompt in self.prompts[:many]]
+        found: list[Answered] = []
+        for first in range(0, len(questions), self.together):
+            if deadline.over and len(found) >= _GREEDY_PROMPTS:
+                break
+            answered = self.send(questions[first : first + self.together])
+            if extra and not first and not answered:  # some servers offer log-probabilities and then reject them
+                self.dropped.clear()
+                questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
+                answered = self.send(questions[: self.together])
+            found += answered
+        return found
+
+    def groups(self) -> Iterator[tuple[list[Question], bool]]:
+        """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
+        streams = itertools.cycle(beginnings(self.prompts, 2 * BEGINNING, _WHOLE))
+        several = max(_STREAMS, self.together)
+        for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in self.prompts[:REPEATED_PROMPTS]]):
+            repeats = several * STREAM_TOKENS // REPEATED_TOKENS
+            again = itertools.repeat(beginning)
+            for prompts, count, length in ((again, repeats, REPEATED_TOKENS), (streams, several, STREAM_TOKENS)):
+                for first in range(0, count, self.together):
+                    some = itertools.islice(prompts, min(self.together, count - first))
+                    yield [self.open(prompt, length) for prompt in some], prompts is again
+
+    def stop_questions(self, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
+        """The greedy questions again, each with a stop text from the middle of its first answer."""
+        found = []
+        for question, reply in greedy[:_GREEDY_PROMPTS]:
+            for place in _STOP_PLACES:
+                text = tokenizer.decode(reply.token_ids)
+                stop = tokenizer.decode(reply.token_ids[place : place + 1])
+                # Half a character is in no text, so no engine can search for it.
+                usable = stop.strip() and stop in text and REPLACEMENT not in stop
+                if place < len(reply.token_ids) and usable and "stop" in self.peer.facts.takes:
+                    params = replace(question.params, stop=(stop,), max_tokens=_STOP_TOKENS)
+                    found.append(Question(question.prompt, params))
+                    break
+        return found
+
+    def check_seeds(self) -> list[Finding]:
+        """Whether a seed reproduces its answer, also in a batch. Only measured, because few engines promise it."""
+        if self.params.greedy or "seed" not in self.peer.facts.takes or self.params.seed is None:
+            return []
+        questions = [self.open(prompt, _SEED_TOKENS) for prompt in self.prompts[:_SEED_PROMPTS]]
+        # Separate counts, so that failures here are not outweighed by earlier answers.
+        single, company = (
+            EngineUnderTest(self.peer, self.prompts, self.params, together, self.vocab_size)
+            for together in (1, self.together + 1)
+        )
+        once, again = single.send(questions), single.send(questions)
+        others = [self.open(prompt, _SEED_TOKENS) for prompt in self.prompts[-max(1, self.together - 1) :]]
+        batched = [pair for question in questions for pair in company.send([question, *others[: self.together]])]
+        for each in (single, company):
+            self.tokens, self.answers = self.tokens + each.tokens, self.answers + each.answers
+            self.dropped += each.dropped
+        return [
+            _alike("the same seed, the same answer", once, again),
+            _alike("the same seed with other requests, the same answer", once, batched),
+        ]
+
     def _unusable(self, reply: Reply) -> str:
         most = max(reply.token_ids, default=0)
         if self.vocab_size is None or most < self.vocab_size:
             return ""
         return f"it answered token id {most}, and the model has {self.vocab_size}: its tokenizer is another one"
-
-
-def refuse_unusable(peer: Peer, params: SamplingParams) -> None:
-    """Raise if the options cannot be certified on this engine.
-
-    OptionError names those that the engine does not take.
-    """
-    if params.structured or params.bad_words:
-        raise OptionError("an engine is certified without structured answers and bad words; leave them out")
-    refused = peer.refuses(replace(params, stop=(), stop_token_ids=()))
-    if refused:
-        raise OptionError(f"{peer.facts.name} does not take {refused}; leave it out")
-
-
-def greedy_answers(engine: EngineUnderTest, tokens: int, deadline: Deadline) -> list[Answered]:
-    """Greedy answers, with log-probabilities if the engine returns them; many if the user's options are greedy."""
-    cold = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    many = max(GREEDY_PROMPTS, tokens // _GREEDY_TOKENS) if engine.params.greedy else GREEDY_PROMPTS
-    extra = {"logprobs": _RIVALS} if engine.peer.facts.logprobs else {}
-    questions = [engine.open(prompt, _GREEDY_TOKENS, **cold, **extra) for prompt in engine.prompts[:many]]
-    found: list[Answered] = []
-    for first in range(0, len(questions), engine.together):
-        if deadline.over and len(found) >= GREEDY_PROMPTS:
-            break
-        answered = engine.send(questions[first : first + engine.together])
-        if extra and not first and not answered:  # some servers offer log-probabilities and then reject them
-            engine.dropped.clear()
-            questions = [Question(each.prompt, replace(each.params, logprobs=None)) for each in questions]
-            answered = engine.send(questions[: engine.together])
-        found += answered
-    return found
-
-
-def groups(engine: EngineUnderTest) -> Iterator[tuple[list[Question], bool]]:
-    """Endless groups of questions to send together, each with whether its prompt is one that is repeated."""
-    streams = itertools.cycle(beginnings(engine.prompts, 2 * BEGINNING, _WHOLE))
-    several = max(_STREAMS, engine.together)
-    for beginning in itertools.cycle([prompt[:BEGINNING] for prompt in engine.prompts[:REPEATED_PROMPTS]]):
-        repeats = several * STREAM_TOKENS // REPEATED_TOKENS
-        for first in range(0, repeats, engine.together):
-            count = min(engine.together, repeats - first)
-            yield [engine.open(beginning, REPEATED_TOKENS) for _ in range(count)], True
-        for first in range(0, several, engine.together):
-            count = min(engine.together, several - first)
-            yield [engine.open(next(streams), STREAM_TOKENS) for _ in range(count)], False
 
 
 def engine_report(
@@ -148,7 +182,7 @@ def engine_report(
     dropped, unsure = (sum((getattr(each, name) for each in engines), Counter[str]()) for name in ("dropped", "unsure"))
     options = [f"{engine.name} {engine.version}".strip(), *option_words(params)]
     facts = {
-        "engine": facts_of(engine) | {"filters": list(engine.filters)},
+        "engine": engines[0].facts | {"filters": list(engine.filters)},
         "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
         "together": together, "tokens": tokens, "dropped": dict(dropped), "unsure": dict(+unsure), **more,
     }  # fmt: skip
@@ -160,11 +194,6 @@ def engine_report(
         facts,
         seconds=seconds,
     )
-
-
-def facts_of(engine: PeerFacts) -> dict[str, Any]:
-    """Name, version and further facts of an engine, for the record."""
-    return {"name": engine.name, "version": engine.version, **engine.more}
 
 
 def _notes(findings: Sequence[Finding], dropped: int, unsure: int) -> list[str]:
@@ -202,16 +231,12 @@ def check_lengths(answered: Sequence[Answered], target: LanguageModel) -> list[F
     full = max((len(question.prompt) + len(reply.token_ids) for question, reply in answered), default=0)
     for question, reply in answered:
         count, most = len(reply.token_ids), question.params.max_tokens
+        cut = reply.finish_reason == "length" and len(question.prompt) + count < full
         if count > most and not reply.unsure:
             long.append(f"{count} tokens where {most} were requested")
         if any(token in ends for token in reply.token_ids[:-1]) and not question.params.ignore_eos:
             trailing.append("tokens after an end of text")
-        if (
-            count < most
-            and reply.finish_reason == "length"
-            and not reply.unsure
-            and len(question.prompt) + count < full
-        ):
+        if count < most and cut and not reply.unsure:
             short.append(f"{count} of {most} tokens, ended by its length")
         if (end := unknown_end(target, reply)) is not None:
             unknown[end] += 1
@@ -229,22 +254,6 @@ def check_lengths(answered: Sequence[Answered], target: LanguageModel) -> list[F
     return found
 
 
-def stop_questions(engine: EngineUnderTest, tokenizer: Tokenizer, greedy: Sequence[Answered]) -> list[Question]:
-    """The greedy questions again, each with a stop text from the middle of its first answer."""
-    found = []
-    for question, reply in greedy:
-        for place in _STOP_PLACES:
-            text = tokenizer.decode(reply.token_ids)
-            stop = tokenizer.decode(reply.token_ids[place : place + 1])
-            # Half a character is in no text, so no engine can search for it.
-            usable = stop.strip() and stop in text and REPLACEMENT not in stop
-            if place < len(reply.token_ids) and usable and "stop" in engine.peer.facts.takes:
-                params = replace(question.params, stop=(stop,), max_tokens=_STOP_TOKENS)
-                found.append(Question(question.prompt, params))
-                break
-    return found
-
-
 def check_stops(
     answered: Sequence[Answered], greedy: Sequence[Answered], tokenizer: Tokenizer, judge: Judge
 ) -> Finding:  # fmt: skip
@@ -254,17 +263,11 @@ def check_stops(
     for question, reply in answered:
         text = reply.text if reply.text is not None else tokenizer.decode(reply.token_ids)
         stop = question.params.stop[0]
-        expected = whole[question.prompt]
-        cut = expected[: expected.index(stop)] if stop in expected else None
+        cut, found, _ = whole[question.prompt].partition(stop)
+        early = bool(found) and len(text) < len(cut) and cut.startswith(text)
         if stop in text:
             wrong.append(f"continued past {stop!r}: {_shown(text)}")
-        elif (
-            reply.finish_reason == "stop"
-            and cut is not None
-            and len(text) < len(cut)
-            and cut.startswith(text)
-            and not _may_end(judge, question, reply)
-        ):
+        elif early and reply.finish_reason == "stop" and not _may_end(judge, question, reply):
             wrong.append(f"ended before {stop!r}, with {_shown(text)} of {_shown(cut)}")
     return _counted("answers end at their stop text", wrong, len(answered))
 
@@ -273,28 +276,6 @@ def _may_end(judge: Judge, question: Question, reply: Reply) -> bool:
     plain = replace(question.params, stop=(), max_tokens=len(reply.token_ids) + 1)
     answer = next(iter(judge.answer_probs([(Question(question.prompt, plain), reply)])), None)
     return answer is not None and len(answer.tokens) > len(reply.token_ids) and not bool(answer.outside[-1])
-
-
-def check_seeds(engine: EngineUnderTest) -> list[Finding]:
-    """Whether a seed reproduces its answer, also in a batch. Only measured, because few engines promise it."""
-    if engine.params.greedy or "seed" not in engine.peer.facts.takes or engine.params.seed is None:
-        return []
-    questions = [engine.open(prompt, _SEED_TOKENS) for prompt in engine.prompts[:_SEED_PROMPTS]]
-    # Separate counts, so that failures here are not outweighed by earlier answers.
-    single, company = (
-        EngineUnderTest(engine.peer, engine.prompts, engine.params, together, engine.vocab_size)
-        for together in (1, engine.together + 1)
-    )
-    once, again = single.send(questions), single.send(questions)
-    others = [engine.open(prompt, _SEED_TOKENS) for prompt in engine.prompts[-max(1, engine.together - 1) :]]
-    batched = [pair for question in questions for pair in company.send([question, *others[: engine.together]])]
-    for each in (single, company):
-        engine.tokens, engine.answers = engine.tokens + each.tokens, engine.answers + each.answers
-        engine.dropped += each.dropped
-    return [
-        _alike("the same seed, the same answer", once, again),
-        _alike("the same seed with other requests, the same answer", once, batched),
-    ]
 
 
 def _alike(name: str, one: Sequence[Answered], other: Sequence[Answered]) -> Finding:

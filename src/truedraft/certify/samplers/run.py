@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,13 +82,8 @@ class Tally:
             text = text * world.vocab + token
 
     def merge(self, other: Tally) -> None:
-        self.cells += other.cells
-        self.pairs += other.pairs
-        self.accepted += other.accepted
-        self.strays += other.strays
-        self.forbidden += other.forbidden
-        self._recovered += other._recovered
-        self._bonus += other._bonus
+        for name in vars(self).keys() - {"world"}:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def places(self) -> list[Finding]:
         """Distances of tokens from the target by place, with recovered and bonus tokens as in speculative sampling."""
@@ -146,10 +140,33 @@ class Evidence:
         self.tallies = [Tally(world) for world in worlds]
         self._ratios = [_ratios(world, suspects) for world in worlds]
         self.process = EProcess(known=0.45, any=0.45, pairs=0.1)
+        self.tokens = 0
 
     @property
     def rows(self) -> int:
         return sum(each.rows for each in self.tallies)
+
+    @property
+    def rows_of_each(self) -> int:
+        return self.rows // len(self.tallies)
+
+    @property
+    def deviates(self) -> bool:
+        return CERTAIN in self.process.reached
+
+    def call(self, sampler: Sampler, batch: int, seeds: random.Random) -> None:
+        """Call a sampler twice in each world, for as many rows."""
+        for tally in self.tallies:
+            cells = []
+            for _ in range(2):
+                generator = torch.Generator().manual_seed(seeds.getrandbits(63))
+                rows = tally.world.rows(batch, generator)
+                emitted = sampler.emit(rows, seeds.getrandbits(31))
+                tally.add(rows, emitted)
+                self.tokens += int((emitted >= 0).sum())
+                cells.append(tally.world.cells(emitted, generator))
+            tally.count(cells)
+        self.process.see(self.log_parts(), (self.rows, self.tokens))
 
     def merge(self, other: Evidence) -> None:
         for mine, its in zip(self.tallies, other.tallies, strict=True):
@@ -189,6 +206,18 @@ class Evidence:
             independent = torch.outer(tally.world.target[0][0], tally.world.target[0][0]).flatten()
             found.append([log_dirichlet(own, independent) for own in tally.pairs])
         return torch.tensor(found, dtype=torch.float64)
+
+    def facts(self) -> dict[str, Any]:
+        found = {
+            f"1e{math.log10(level):.0f}": self.process.reached.get(level, (None, None)) for level in (ALARM, CERTAIN)
+        }
+        return {
+            "log10_e": self.log_e() / math.log(10.0),
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "rows_to": {name: rows for name, (rows, _) in found.items()},
+            "tokens_to": {name: tokens for name, (_, tokens) in found.items()},
+        }
 
 
 def _ratios(world: SamplerWorld, suspects: Sequence[Fault]) -> Tensor:
@@ -251,48 +280,6 @@ _FIRST, _GROWTH, _LARGEST = 2, 1.25, 4096  # rows of a call
 _NAMED = 1_000  # rows per world, to name a fault
 
 
-@dataclass
-class _Run:
-    seeds: random.Random
-    evidence: Evidence
-    tokens: int = 0
-    batch: float = _FIRST
-
-    @property
-    def deviates(self) -> bool:
-        return CERTAIN in self.evidence.process.reached
-
-    @property
-    def rows_of_each(self) -> int:
-        return self.evidence.rows // len(self.evidence.tallies)
-
-    def call(self, sampler: Sampler) -> None:
-        batch = int(self.batch)
-        for tally in self.evidence.tallies:
-            cells = []
-            for _ in range(2):
-                generator = torch.Generator().manual_seed(self.seeds.getrandbits(63))
-                rows = tally.world.rows(batch, generator)
-                emitted = sampler.emit(rows, self.seeds.getrandbits(31))
-                tally.add(rows, emitted)
-                self.tokens += int((emitted >= 0).sum())
-                cells.append(tally.world.cells(emitted, generator))
-            tally.count(cells)
-        self.evidence.process.see(self.evidence.log_parts(), (self.evidence.rows, self.tokens))
-        self.batch = min(_LARGEST, self.batch * _GROWTH)
-
-    def facts(self) -> dict[str, Any]:
-        reached = self.evidence.process.reached
-        found = {f"1e{math.log10(level):.0f}": reached.get(level, (None, None)) for level in (ALARM, CERTAIN)}
-        return {
-            "log10_e": self.evidence.log_e() / math.log(10.0),
-            "rows": self.evidence.rows,
-            "tokens": self.tokens,
-            "rows_to": {name: rows for name, (rows, _) in found.items()},
-            "tokens_to": {name: tokens for name, (_, tokens) in found.items()},
-        }
-
-
 def certify_sampler(
     sampler: Sampler,
     *,
@@ -319,32 +306,28 @@ def certify_sampler(
     worlds = sampler_worlds() if worlds is None else worlds
     time = Deadline(seconds)
 
-    def run(number: int, done: Callable[[_Run], bool]) -> _Run:
-        own = _Run(random.Random(f"{seed}/{number}"), Evidence(worlds, suspects()))
-        while not own.rows_of_each or not done(own):
-            own.call(sampler)
-            tell(min(1.0, max(own.rows_of_each / rows, time.fraction)))
-        return own
+    def run(number: int, named: int = 0) -> Evidence:
+        """Until the sampler deviates with so many rows per world, or rows or time are used up."""
+        seeds, batch, own = random.Random(f"{seed}/{number}"), float(_FIRST), Evidence(worlds, suspects())
+        while True:
+            own.call(sampler, int(batch), seeds)
+            batch, done = min(_LARGEST, batch * _GROWTH), own.rows_of_each
+            tell(min(1.0, max(done / rows, time.fraction)))
+            if done >= rows or time.over or (own.deviates and done >= named):
+                return own
 
-    def first_done(own: _Run) -> bool:
-        return own.deviates or own.rows_of_each >= rows or time.over
-
-    def second_done(own: _Run) -> bool:
-        again = own.deviates and own.rows_of_each >= _NAMED
-        return again or own.rows_of_each >= rows or time.over
-
-    runs = [run(0, first_done)]
+    runs = [run(0)]
     if runs[0].deviates:
-        runs.append(run(1, second_done))
+        runs.append(run(1, _NAMED))
     return _report(sampler, runs, {"parameters": list(sampler.parameters), "seed": seed}, now() - started)
 
 
-def _report(sampler: Sampler, runs: Sequence[_Run], about: Mapping[str, Any], seconds: float) -> Report:
+def _report(sampler: Sampler, runs: Sequence[Evidence], about: Mapping[str, Any], seconds: float) -> Report:
     facts = [run.facts() for run in runs]
     found = [run.deviates for run in runs]
-    evidence = runs[0].evidence
+    evidence = runs[0]
     for other in runs[1:]:
-        evidence.merge(other.evidence)
+        evidence.merge(other)
     worlds, rows, tallies = _of_worlds(evidence), evidence.rows, evidence.tallies
     diagnosis = diagnose(evidence) if any(found) else {}
     kept, by_rule = (sum(getattr(each, name) for each in tallies) / rows for name in ("accepted", "accepted_by_rule"))

@@ -89,9 +89,7 @@ class SamplerWorld:
 
 def drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
     """A token `[rows]` from each distribution `[rows, vocab]`, float64; never one without mass."""
-    numbers = torch.rand(len(probs), 1, dtype=torch.float64, generator=generator)
-    reached = probs.cumsum(-1)
-    return (reached <= numbers * reached[:, -1:]).sum(-1).clamp_max(probs.shape[-1] - 1)
+    return L.draw(probs, torch.rand(len(probs), dtype=torch.float64, generator=generator))
 
 
 Probs = Callable[[tuple[int, ...]], Tensor]  # the distribution `[vocab]`, float64, after a text
@@ -146,35 +144,27 @@ def _table(name: str, vocab: int, style: str, largest: int = 9) -> Probs:
     return Table(f"sampler {name}", vocab, style, largest).probs
 
 
-def _peaked(name: str, vocab: int) -> Probs:
-    table = _table(name, vocab, "dense")
-
+def _weighed(table: Probs, weights: Callable[[Tensor], Tensor]) -> Probs:
     def probs(text: tuple[int, ...]) -> Tensor:
-        powers = table(text) ** _PEAK + 1e-3
-        return powers / powers.sum()
+        own = weights(table(text))
+        return own / own.sum()
 
     return probs
+
+
+def _peaked(name: str, vocab: int) -> Probs:
+    return _weighed(_table(name, vocab, "dense"), lambda p: p**_PEAK + 1e-3)
 
 
 def _cut(table: Probs, kept: int) -> Probs:
-    def probs(text: tuple[int, ...]) -> Tensor:
-        own = table(text)
-        left = torch.zeros_like(own).scatter(0, own.topk(kept).indices, 1.0) * own
-        return left / left.sum()
-
-    return probs
+    return _weighed(table, lambda p: torch.zeros_like(p).scatter(0, p.topk(kept).indices, 1.0) * p)
 
 
 def _candidate(vocab: int, rank: int) -> tuple[Probs, Probs]:
     """A target, and a draft that always proposes the token of a rank under another table."""
-    table = _table(f"candidate {rank}", vocab, "dense")
-
-    def probs(text: tuple[int, ...]) -> Tensor:
-        one_hot = torch.zeros(vocab, dtype=torch.float64)
-        one_hot[table(text).argsort(descending=True, stable=True)[rank]] = 1.0
-        return one_hot
-
-    return _table(f"candidate p {rank}", vocab, "dense"), probs
+    ranked = _table(f"candidate {rank}", vocab, "dense")
+    draft = _weighed(ranked, lambda p: torch.eye(vocab).to(p)[p.argsort(descending=True, stable=True)[rank]])
+    return _table(f"candidate p {rank}", vocab, "dense"), draft
 
 
 _TYPICAL = f"kept where p is above min({faults.EPSILON:g}, {faults.DELTA:g} exp(-H))"
@@ -198,15 +188,13 @@ def suspects() -> list[Fault]:
         Fault(typical, f"{_TYPICAL}, then the argmax", joint=partial(_joint, step=typically, bonus=_BONUSES[2][1])),
         Fault(typical, f"{_TYPICAL}, then a draw from p", lambda p, q: faults.after(faults.typical(p, q), p)),
         Fault("greedy", "the argmax of p is emitted, whatever was drafted", joint=partial(_as_if, faults.argmax)),
-        Fault(
-            other,
-            "all of the target's distributions at temperature 2",
-            joint=partial(_as_if, partial(faults.at_temperature, 2.0)),
-        ),
-        Fault(
-            other,
-            "all of the target's distributions at 0.5",
-            joint=partial(_as_if, partial(faults.at_temperature, 0.5)),
+        *(
+            Fault(
+                other,
+                f"all of the target's distributions at {at}",
+                joint=partial(_as_if, partial(faults.at_temperature, t)),
+            )
+            for at, t in (("temperature 2", 2.0), ("0.5", 0.5))
         ),
     ]
 
