@@ -55,8 +55,6 @@ class BeamOptions:
 
 @dataclass(slots=True)
 class _Found:
-    """The searches of one prompt."""
-
     name: str
     prompt_tokens: int = 0
     searches: dict[str, list[_Search]] = field(default_factory=dict)  # runs; without --compare one "speculative" one
@@ -85,7 +83,6 @@ class _Found:
         return int(getattr(self.searches[way][0][0], count))
 
     def counts(self, way: str) -> dict[str, Any]:
-        """For JSON."""
         return {"elapsed_s": self.median_s(way)} | record_of(self.searches[way][0][0], *_COUNTS)
 
 

@@ -50,8 +50,6 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class _Turn:
-    """One message and its answer."""
-
     message: str
     text: str = ""
     seconds: float = 0.0
@@ -63,8 +61,6 @@ class _Turn:
 
 @dataclass
 class _Conversation:
-    """A conversation."""
-
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)  # but the system message
     turns: list[_Turn] = field(default_factory=list)
@@ -186,8 +182,6 @@ def _stats(turn: _Turn) -> str:
 
 
 class _Local:
-    """Answers with a model in this process."""
-
     def __init__(self, options: ChatOptions, terminal: Terminal) -> None:
         self._params, self._talk, self._terminal = options.sampling, options.talk, terminal
         check_rule(options.stack.rule, options.sampling)

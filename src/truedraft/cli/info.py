@@ -110,7 +110,6 @@ def drafters(options: DraftersOptions) -> int:
 
 
 def _model(name: str, terminal: Terminal) -> dict[str, Any]:
-    """How a model runs here, and the cost of its forwards."""
     from truedraft.engine.memory import bytes_of_cache
     from truedraft.engine.policy import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name

@@ -98,10 +98,7 @@ def draft(options: DraftOptions) -> int:
 
 
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
-    """Tokens per sequence, before and in the decay; by default the longest lengths that divide the tokens of a step.
-
-    Raises OptionError if one does not divide them.
-    """
+    """Tokens per sequence, before and in the decay; by default the longest that divide the tokens of a step."""
     step, found = run.tokens_per_step, []
     lengths = ("--length", run.length, _LENGTH), ("--decay-length", run.decay_length, _DECAY_LENGTH)
     for option_, given, usual in lengths:
@@ -125,7 +122,6 @@ def heads(word: str) -> Callable[[Any], int]:
 
 
 def _train_heads(kind: str, options: HeadOptions) -> int:
-    """Train heads of a kind; TruedraftError if they cannot be trained."""
     job = options.job
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
@@ -286,10 +282,7 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 
 
 def _check_folder(kind: str, job: JobOptions) -> None:
-    """Refuse a folder that holds other files than the training to be resumed.
-
-    OptionError says what is there, such as another process that is training.
-    """
+    """Refuse a folder that holds other files than the training to be resumed, or where a process is training."""
     from truedraft.drafters.registry import TABLE
     from truedraft.training.workspace import WORK, refuse_busy
 
@@ -313,7 +306,6 @@ def _check_folder(kind: str, job: JobOptions) -> None:
 
 
 def _check_stage(job: JobOptions, stage: int) -> None:
-    """Refuse to resume in the folder of the other stage."""
     out, second = job.out, (job.out / "stage-1").is_dir()
     if job.resume and stage == 1 and second:
         raise OptionError(
@@ -328,10 +320,6 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 
 
 def _clean(job: JobOptions, report: ReportOptions) -> int:
-    """Remove working files, print the freed bytes, and return the exit status.
-
-    Raises OptionError if there are none, or a process is training there.
-    """
     from truedraft.cli.terminal import Terminal
     from truedraft.machine import in_bytes
     from truedraft.training.workspace import clear_work
@@ -364,26 +352,20 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     return f"interrupted; {same} goes on, with the answers that are written"
 
 
-class _Bars:
+class _Bars(contextlib.ExitStack):
     """One bar after another, one for each kind of work."""
 
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self._terminal = terminal
-        self._stack = contextlib.ExitStack()
         self._what: str | None = None
         self._update: Progress = lambda done, remark: None
         self._said = time.monotonic()
 
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def show(self, what: str, done: int, total: int, remark: str) -> None:
         if what != self._what:
-            self._stack.close()
-            self._update = self._stack.enter_context(self._terminal.progress(what, total))
+            self.close()
+            self._update = self.enter_context(self._terminal.progress(what, total))
             self._what, self._said = what, time.monotonic()
         self._update(done, remark)
         quiet = what == "training" or self._terminal.err.is_terminal  # training has a line for each checkpoint
