@@ -15,6 +15,7 @@ from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_
 from truedraft.cli.terminal import Terminal, visible, writer
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
+from truedraft.measure.peers.calling import Caller
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of
 
 _HELP = """\
@@ -229,8 +230,6 @@ class _Server:
     """
 
     def __init__(self, url: str, model: str | None, params: SamplingParams, notify: Callable[[str], None]) -> None:
-        from truedraft.measure.peers.calling import Caller
-
         self._params = params
         try:
             with errors_about("url"):

@@ -6,12 +6,13 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
+from truedraft.cli.prompts import NamedPrompt, PromptRequest
 from truedraft.cli.report import counts_dict, divergence_words, explain, name_and_note, undrafted_line
 from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
 from truedraft.cli.terminal import Terminal, say
@@ -23,9 +24,6 @@ from truedraft.measure.bench import answers
 from truedraft.measure.bench.runs import CurveCosts, Group, Results, Row, run_all
 from truedraft.measure.bench.suite import PLAIN, OurEngine, Suite
 from truedraft.measure.bench.summary import Ratio, Summary, differing_answers, summarise
-
-if TYPE_CHECKING:
-    from truedraft.cli.prompts import NamedPrompt, PromptRequest
 
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3

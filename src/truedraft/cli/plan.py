@@ -14,6 +14,7 @@ from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, PromptOptions, read_prompts
 from truedraft.cli.terminal import Terminal, interval_text, say
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
+from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import (
     MachineOptions,
@@ -24,6 +25,7 @@ from truedraft.options import (
     group,
     option,
 )
+from truedraft.training.workspace import duration
 
 if TYPE_CHECKING:
     from truedraft.measure import Plan, Prediction
@@ -125,8 +127,6 @@ def _check_ways(options: PlanOptions) -> None:
 
 
 def _closed(options: PlanOptions) -> int:
-    from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
-
     alpha, cost = options.closed.alpha or 0.0, options.closed.cost or 0.0
     check_share("alpha", alpha)
     check_not_negative("cost", cost)
@@ -316,8 +316,6 @@ def _made(
 
 
 def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step_s: float) -> str:
-    from truedraft.training.workspace import duration
-
     checked = options.runs.runs * (prompts // (_LEAST_PROMPTS - 1)) * 2
     answers = prompts * (1 + _REPLAYED * len(drafters)) + checked
     seconds = answers * options.sampling.max_tokens * step_s + _MEASURED_S * len(drafters)

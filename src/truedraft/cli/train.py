@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
-from truedraft.cli.session import ReportOptions, named_model
-from truedraft.cli.terminal import say
+from truedraft.cli.session import ReportOptions, named_model, quiet_hub, set_threads
+from truedraft.cli.terminal import Terminal, say
 from truedraft.cli.train_options import DraftOptions, DraftRunOptions, HeadOptions, JobOptions, NgramOptions, options_of
 from truedraft.drafters.kinds import KINDS, dotted
+from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.models.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.options import check_positive
 from truedraft.server.cluster import ray_module
+from truedraft.training.workspace import PLACES, WORK, TimeBudget, clear_work, duration, finish_work, refuse_busy
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
     from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.options import Trains
     from truedraft.training.report import Tracker
     from truedraft.training.texts.answer_writer import Elsewhere, WritingConfig
-    from truedraft.training.workspace import TimeBudget
 
 _KEPT = ("answers.json", "questions.json")  # of the target's text for training
 _QUIET_S = 120.0  # between two lines on one kind of work, without a terminal
@@ -194,12 +194,8 @@ def _run(
     model = named_model(job.model)
     if kind != "draft":
         refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
-    from truedraft.training.workspace import WORK, TimeBudget, finish_work
-
     budget = TimeBudget(options.run.minutes)
     from truedraft.cli import train_report
-    from truedraft.cli.session import quiet_hub, set_threads
-    from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.processes import Processes, joined
     from truedraft.training.report import Tracker
@@ -241,7 +237,6 @@ def _run(
 def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:
     """Notes above the bar, if there is one; a line for each checkpoint without a terminal."""
     from truedraft.training.loop import Callbacks
-    from truedraft.training.workspace import duration
 
     def note(sentence: str) -> None:
         terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
@@ -260,8 +255,6 @@ def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks
 
 def _register(terminal: Terminal, folder: Path) -> bool:
     """Register a trained drafter for `auto`, and print it; returns whether that was possible."""
-    from truedraft.drafters.registry import Registry, TrainedDrafter
-
     made = TrainedDrafter.read(folder)
     if made is None:
         warn(f"{folder} does not say which target it is for; name it with --drafter")
@@ -283,9 +276,6 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 
 def _check_folder(kind: str, job: JobOptions) -> None:
     """Refuse a folder that holds other files than the training to be resumed, or where a process is training."""
-    from truedraft.drafters.registry import TABLE
-    from truedraft.training.workspace import WORK, refuse_busy
-
     out, resume, table = job.out, job.resume, kind == "ngram"
     problem = None
     if out.exists() and not out.is_dir():
@@ -320,9 +310,7 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 
 
 def _clean(job: JobOptions, report: ReportOptions) -> int:
-    from truedraft.cli.terminal import Terminal
     from truedraft.machine import in_bytes
-    from truedraft.training.workspace import clear_work
 
     freed, terminal, out = clear_work(job.out), Terminal(), job.out
     terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)
@@ -334,7 +322,6 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
 def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     """How to use what is kept of an interrupted training: also before the first checkpoint, if it `keeps_answers`."""
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
-    from truedraft.training.workspace import PLACES, WORK
 
     same = "the same command" if job.resume else "the same command with --resume"
     for place in (job.out / each for each in PLACES):
