@@ -48,6 +48,12 @@ def plain_tokens(found: Suite, prompts: Sequence[Sequence[int]], params: Samplin
     return [answer.token_ids for answer in Engine(found.target).generate([list(p) for p in prompts], params)]
 
 
+def test_the_lineup(all_peers: Suite) -> None:
+    names = [each.name for each in all_peers.systems]
+    assert names[:4] == ["plain", "draft:draft", "transformers", "transformers lookup"]
+    assert len(names) == 7 and all_peers.best_of == {ASSISTED: tuple(names[4:])}
+
+
 def test_the_same_tokens(all_peers: Suite) -> None:
     expected = tuple(plain_tokens(all_peers, [PROMPT], GREEDY)[0])
     assert len(expected) == 24 and len(set(expected)) > 5
