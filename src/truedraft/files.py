@@ -64,12 +64,12 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Raise a `DataError` for what cannot be written in the block."""
+def write_errors(path: Path, doing: str = "cannot write") -> Iterator[None]:
+    """Raise a `DataError` for what cannot be written in the block; `doing` is said before the path."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-        raise DataError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{doing} {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def user_path(path: str | Path, kind: type[TruedraftError] = DataError, said: str = "") -> Path:

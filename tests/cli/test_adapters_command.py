@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import peft
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.tiny import Run, tiny_tokenizer
+from cli.tiny import Run, prompts_in, tiny_tokenizer
 
 PROMPT = "def f(x):"
 TOKENS = ("--max-tokens", "16", "--dtype", "float32", "--ignore-eos", "--json")
@@ -59,11 +58,9 @@ def test_merged_or_named(run: Run, target: str, draft: str, adapters: dict[str, 
 def test_each_prompt_of_a_file_names_its_own(
     run: Run, target: str, draft: str, adapters: dict[str, str], tmp_path: Path
 ) -> None:
-    (file := tmp_path / "prompts.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": PROMPT, "adapter": name}) for name in ("legal", None, "sql"))
-    )
+    file = prompts_in(tmp_path, *({"prompt": PROMPT, "adapter": name} for name in ("legal", None, "sql")))
     named = [word for name, folder in adapters.items() for word in ("--adapters", f"{name}={folder}")]
-    result = run("generate", "--prompts", str(file), "--model", target, "--drafter", f"draft:{draft}", *named, *TOKENS)
+    result = run("generate", "--prompts", file, "--model", target, "--drafter", f"draft:{draft}", *named, *TOKENS)
     assert [each["token_ids"] for each in result.record["prompts"]] == [
         by_peft(target, None if name is None else adapters[name]) for name in ("legal", None, "sql")
     ]

@@ -100,17 +100,11 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
         ("x --num-beams 4 --drafter draft:./nowhere", "there is no folder './nowhere'"),
         *(
             (f"x --num-beams 4 {words}", f"{words.split()[0]} does not go with --num-beams")
-            for words in (
-                "--temperature 1",
-                "--seed 3",
-                "--adapter sql",
-                "--adapters sql=tuned",
-                "--rule block",
-                "--controller fixed",
-                "--show-drafts",
-                "--explain",
-            )
+            for words in ("--temperature 1", "--seed 3", "--adapter sql", "--adapters sql=tuned", "--rule block")
         ),
+        ("x --num-beams 4 --controller fixed", "--controller does not go with --num-beams"),
+        ("x --num-beams 4 --show-drafts", "--show-drafts does not go with --num-beams"),
+        ("x --num-beams 4 --explain", "--explain does not go with --num-beams"),
     ],
     "generate, adapters and controllers": [
         ("x --adapters sql", "--adapters must be of the form NAME=DIR, got 'sql'"),
@@ -453,20 +447,10 @@ def test_words_are_refused_before_anything_heavy_is_imported(tmp_path: Path) -> 
     words += [[*command, "--rule", "foo"] for command in (["bench"], ["certify", "stack"])]
     words += [[command, "--prompts", f"{none}.txt"] for command in ("generate", "bench", "plan")]
     words += [[command, "--drafter", "foo"] for command in ("bench", "plan")]
-    files = (
-        "api-key-file",
-        "chat-template",
-        "tls-key",
-        "tls-certificate",
-        "allow-rule",
-        "prefix-cache-bytes",
-        "max-body-bytes",
-    )
+    files = ("api-key-file", "chat-template", "tls-key", "tls-certificate")
     words += [["chat", "--adapters", named] for named in (f"a={none}", "a")] + [["plan", "--simulate", none]]
-    words += [["serve", f"--{name}", none] for name in files] + [
-        ["serve", "--port", "99999"],
-        ["info", "--model", none],
-    ]
+    words += [["serve", f"--{name}", none] for name in (*files, "allow-rule", "prefix-cache-bytes", "max-body-bytes")]
+    words += [["serve", "--port", "99999"], ["info", "--model", none]]
     words += [["export", none, "--for", "vlm", *out], ["export", "--model", none, *out]]
     words += [["train", kind, "--model", "smollm2", *out] for kind in ("draft", "medusa", "eagle", "ngram")]
     words += [["train", kind, "--data", none, *out] for kind in ("draft", "redrafter", "ngram")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.tiny import Run, save_tiny_llama, tiny_tokenizer
+from cli.tiny import Run, prompts_in, save_tiny_llama, tiny_tokenizer
 from truedraft.cli.terminal import visible
 
 PROMPT = "def f(x):"
@@ -69,10 +69,8 @@ def test_compared_with_plain_search(run: Run, target: str, draft: str) -> None:
 
 
 def test_prompts_of_a_file_have_their_own_lengths(run: Run, target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    lines = [{"id": "short", "prompt": PROMPT, "max_tokens": 4}, {"prompt": "x" * 600}, {"prompt": [101, 102]}]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    words = ("generate", "--prompts", str(file), "--model", target, "--num-beams", "2", *TOKENS)
+    lines = {"id": "short", "prompt": PROMPT, "max_tokens": 4}, {"prompt": "x" * 600}, {"prompt": [101, 102]}
+    words = ("generate", "--prompts", prompts_in(tmp_path, *lines), "--model", target, "--num-beams", "2", *TOKENS)
     result = run(*words, "--json")
     short, long, ids = result.record["prompts"]
     assert result.status == 1 and "error: prompt 2: the prompt has 600 tokens" in result.err

@@ -66,8 +66,7 @@ def test_an_answer_comes_whole_however_it_is_sent(server: ScriptedServer, talk: 
         ),
     ):
         answering(server, made)
-        done = talk(server.url, "--json")
-        assert done.status == 0, done.err
+        done = talk(server.url, "--json").ok
         (turn,) = done.record["turns"]
         assert (turn["text"], turn["tokens"], turn["tokens_per_call"]) == ("a\u2028b é", 7, 2.5)
 
@@ -141,14 +140,12 @@ def test_where_nobody_answers_and_keys_that_are_none(talk: Talk) -> None:
     for url in ("http://a..b", f"http://{'x' * 100}", "http://a b", "http://no.such.host.invalid"):
         done = talk(url)
         assert done.status == 2 and "please report" not in done.err, done.err
-    done = talk("http://127.0.0.1:9", key="ä")
-    assert done.status == 2 and "TRUEDRAFT_API_KEY holds what no HTTP header can" in done.err
+    talk("http://127.0.0.1:9", key="ä").refused("TRUEDRAFT_API_KEY holds what no HTTP header can")
 
 
 def test_a_host_that_we_are_sent_on_to_is_named(server: ScriptedServer, talk: Talk) -> None:
     server.handlers["/v1/models"] = lambda _: Made(b"", 307, {"Location": "http://127.0.0.1:9/v1/models"})
-    done = talk(server.url)
-    assert done.status == 2 and "nothing answers at http://127.0.0.1:9 (" in done.err
+    talk(server.url).refused("nothing answers at http://127.0.0.1:9 (")
 
 
 def test_a_model_of_the_servers_is_chosen_and_what_it_decides_is_refused(server: ScriptedServer, talk: Talk) -> None:
@@ -165,8 +162,7 @@ def test_a_model_of_the_servers_is_chosen_and_what_it_decides_is_refused(server:
         (("--rule", "block"), "--rule is for a model here"),
         (("--show-drafts",), "--show-drafts is for a model here"),
     ):
-        done = talk(server.url, *words)
-        assert done.status == 2 and message in done.err, done.err
+        talk(server.url, *words).refused(message)
 
 
 def test_another_host_gets_no_key(server: ScriptedServer, talk: Talk) -> None:

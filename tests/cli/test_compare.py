@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.tiny import Run
+from cli.tiny import Run, prompts_in
 from truedraft import SamplingParams, load_model
 from truedraft.cli.compare import Comparison, Pair, little_gained, repeated_ngrams, summaries
 from truedraft.core.stats import Counters
@@ -39,8 +38,7 @@ def comparison(*pairs: tuple[float, float, tuple[int, ...]], must_agree: bool = 
 def test_one_prompt(run: Run, target: str) -> None:
     result = run(
         "generate", "hello", "--model", target, "--drafter", f"draft:{target}", "--controller", "fixed", *WORDS
-    )
-    assert result.status == 0
+    ).ok
     record = result.record
     assert record["identical"] is True and record["identical_prompts"] == 1 and record["runs"] == 3
     assert record["plain"]["target_calls"] == 19 and record["speculative"]["target_calls"] < 8
@@ -63,10 +61,8 @@ def test_auto_and_a_portfolio_say_what_they_are(run: Run, target: str, draft: st
 
 
 def test_many_prompts(run: Run, target: str, draft: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"id": f"p{i}", "text": "abc" * (i + 1)}) for i in range(4)))
-    result = run("generate", "--prompts", str(file), "--model", target, "--drafter", f"draft:{draft}", *WORDS)
-    assert result.status == 0
+    file = prompts_in(tmp_path, *({"id": f"p{i}", "text": "abc" * (i + 1)} for i in range(4)))
+    result = run("generate", "--prompts", file, "--model", target, "--drafter", f"draft:{draft}", *WORDS).ok
     record = result.record
     assert [each["id"] for each in record["prompts"]] == ["p0", "p1", "p2", "p3"]
     assert all(each["identical"] and each["difference"] is None for each in record["prompts"])
@@ -78,8 +74,7 @@ def test_many_prompts(run: Run, target: str, draft: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(("extra", "identical"), [((), None), (("--seed", "3"), True)])
 def test_temperature(run: Run, target: str, draft: str, extra: tuple[str, ...], identical: bool | None) -> None:
     words = ("--temperature", "0.8", "--drafter", f"draft:{draft}", *WORDS, *extra)
-    result = run("generate", "hello", "--model", target, *words)
-    assert result.status == 0
+    result = run("generate", "hello", "--model", target, *words).ok
     assert result.record["identical"] is identical
     assert ("same distribution; tokens differ" in result.out) is (identical is None)
 
@@ -97,9 +92,8 @@ def test_different_tokens_fail_and_are_explained(run: Run, target: str) -> None:
 
 
 def test_a_failing_prompt_is_told_and_left_out(run: Run, target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text(f"{'too long' * 100}\nfine\n")
-    result = run("generate", "--prompts", str(file), "--model", target, *WORDS)
+    file = prompts_in(tmp_path, "too long" * 100, "fine")
+    result = run("generate", "--prompts", file, "--model", target, *WORDS)
     assert result.status == 1
     assert result.record["failed_prompts"] == 1 and [each["id"] for each in result.record["prompts"]] == ["2"]
     assert "error: prompt 1: the prompt has 800 tokens" in result.err
@@ -109,9 +103,8 @@ def test_ctrl_c_keeps_what_was_measured(
     run: Run, target: str, tmp_path: Path, interrupted_at: Callable[[int], None]
 ) -> None:
     interrupted_at(2 + 4)  # after the warm-up of both ways and three turns
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\ntwo\nthree\n")
-    result = run("generate", "--prompts", str(file), "--model", target, *WORDS)
+    file = prompts_in(tmp_path, "one", "two", "three")
+    result = run("generate", "--prompts", file, "--model", target, *WORDS)
     assert result.status == 130
     assert "interrupted after 1 of 3 prompts" in result.err and len(result.record["prompts"]) == 1
 

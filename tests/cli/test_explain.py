@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny import Run
+from cli.tiny import Run, prompts_in
 from truedraft.cli.report import marks_of, timeline, verdict
 from truedraft.core.budget import NO_DRAFT, Budget, Decision
 from truedraft.core.stats import RequestStep, StepRecord
@@ -28,8 +28,7 @@ def decided(drafter: str, nodes: int, accepted: int, reason: str = "pays") -> St
 
 
 def test_one_prompt(run: Run, target: str) -> None:
-    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED)
-    assert result.status == 0, result.err
+    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED).ok
     found, stats = result.record["decisions"], result.record["stats"]
     assert "decisions" not in result.out.replace(result.out.splitlines()[-1], "")  # people read standard error
     drafted = {each["name"]: each for each in found["decided"]}
@@ -47,8 +46,7 @@ def test_one_prompt(run: Run, target: str) -> None:
 
 
 def test_the_default_controller_gives_its_reasons(run: Run, target: str) -> None:
-    result = run("generate", "abcabcabc", "--model", target, *WORDS)
-    assert result.status == 0, result.err
+    result = run("generate", "abcabcabc", "--model", target, *WORDS).ok
     found = result.record["decisions"]["decided"]
     reasons = {reason for each in found for reason in each["reasons"]}
     assert reasons <= {"pays", "plain", "probe", "end", "measuring"} and reasons
@@ -56,17 +54,14 @@ def test_the_default_controller_gives_its_reasons(run: Run, target: str) -> None
 
 
 def test_many_prompts(run: Run, target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(["abcabc", "xyxyxy", "hello"] * 4))
-    result = run("generate", "--prompts", str(file), "--model", target, *WORDS, *FIXED)
-    assert result.status == 0, result.err
+    file = prompts_in(tmp_path, *["abcabc", "xyxyxy", "hello"] * 4)
+    result = run("generate", "--prompts", file, "--model", target, *WORDS, *FIXED).ok
     assert result.record["decisions"]["steps"] <= result.record["stats"]["target_calls"]
     assert "the mean of a step and request" in result.err
 
 
 def test_with_compare(run: Run, target: str) -> None:
-    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED, "--compare")
-    assert result.status == 0, result.err
+    result = run("generate", "abcabcabc", "--model", target, *WORDS, *FIXED, "--compare").ok
     found, side = result.record["decisions"], result.record["speculative"]
     assert found["steps"] == 3 * side["target_calls"]  # three runs
     assert "estimated speed-up over plain decoding" in result.out and "prompt-lookup" in result.out
@@ -74,8 +69,7 @@ def test_with_compare(run: Run, target: str) -> None:
 
 def test_without_a_drafter(run: Run, target: str) -> None:
     for more in ((), ("--compare",)):
-        result = run("generate", "abc", "--model", target, *WORDS, "--drafter", "none", *more)
-        assert result.status == 0, result.err
+        result = run("generate", "abc", "--model", target, *WORDS, "--drafter", "none", *more).ok
         assert "nothing was decided: there is no drafter, so every step was plain decoding" in result.err + result.out
         assert result.record["decisions"]["speedup"] is None
         assert [each["name"] for each in result.record["decisions"]["decided"]] == ["plain"]

@@ -48,8 +48,7 @@ def test_an_exported_folder_answers_like_the_model(
     """By a size of a hundredth: what 110 M parameters are is held by tests/models/test_padding.py."""
     monkeypatch.setitem(PADDED_SIZES, "110M", PaddedSize("110M", layers=3, width=256, inner=384))
     out = tmp_path / "new" / "padded"
-    result = run("export", "--model", target, "--pad-to", "110M", "--out", str(out), "--dtype", "float32", "--json")
-    assert result.status == 0, result.err
+    result = run("export", "--model", target, "--pad-to", "110M", "--out", str(out), "--dtype", "float32", "--json").ok
     record = result.record
     assert (record["command"], record["model"], record["pad_to"]) == ("export", target, "110M")
     assert (record["dtype"], record["out"]) == ("float32", str(out)) and record["elapsed_s"] > 0
@@ -78,8 +77,7 @@ def test_comparing_on_a_padded_target_says_what_the_figures_mean(run: Run, targe
     words = ("--model", target, "--pad-to", "110M", "--drafter", f"draft:{target}", "--controller", "fixed")
     result = run(
         "generate", "hello", *words, "--compare", "--json", "--max-tokens", "3", "--dtype", "bfloat16", "--ignore-eos"
-    )
-    assert result.status == 0, result.err
+    ).ok
     record = result.record
     assert record["pad_to"] == "110M" and record["model"] == f"{target} padded to 110M"
     assert record["identical"] is True and record["speculative"]["accepted_tokens"] > 0
@@ -146,8 +144,7 @@ def test_drafters_travel_with_the_command_that_serves_them(
     engine: str, name: str, method: str, tokens: int, run: Run, drafters: dict[str, str], target: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = run("export", drafters[name], "--for", engine, "--out", str(out), "--model", target, "--json")
-    assert result.status == 0, result.err
+    result = run("export", drafters[name], "--for", engine, "--out", str(out), "--model", target, "--json").ok
     record, kind = result.record, "p-eagle" if name.startswith("p-") else name.partition("-")[0]
     assert (record["kind"], record["engine"], record["target"]) == (kind, engine, target)
     assert record["tokens"] == tokens and all(line in result.out.splitlines() for line in record["commands"])
@@ -253,8 +250,7 @@ def test_an_mtp_layer_travels_to_where_it_is_trained_and_back(run: Run, tmp_path
     folders = [str(tmp_path / name) for name in ("first", "second")]
     for word, folder, more in (("mtp", folders[0], ",num_speculative_tokens=2"), (folders[0], folders[1], "")):
         words = ("export", word + more, "--for", "speculators", "--model", model, "--out", folder, "--json")
-        result = run(*words)
-        assert result.status == 0, result.err
+        result = run(*words).ok
         assert (result.record["kind"], result.record["tokens"], result.record["commands"]) == ("mtp", 2, [])
     for file in ("config.json", "model.safetensors"):
         first, second = (Path(folder, file).read_bytes() for folder in folders)

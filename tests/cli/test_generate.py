@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli.tiny import Run, start
+from cli.tiny import Run, prompts_in, start
 from truedraft.cli.report import undrafted_line
 from truedraft.cli.terminal import visible
 from truedraft.core.stats import Counters
@@ -35,8 +35,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> None:
 
 
 def test_standard_output_holds_nothing_but_the_answer(run: Run, target: str) -> None:
-    result = run("generate", "hello world", "--model", target, "--json", *TOKENS)
-    assert result.status == 0
+    result = run("generate", "hello world", "--model", target, "--json", *TOKENS).ok
     record = result.record
     (answer,) = record["prompts"]
     *lines, last = result.out.splitlines(keepends=True)
@@ -144,11 +143,9 @@ def test_an_argument_wins_over_standard_input_that_nobody_asked_for(
 
 def test_prompts_of_a_file_are_answered_like_single_ones(run: Run, target: str, tmp_path: Path) -> None:
     prompts = ["hello", "def f(x):\n    return", "日本"]
-    file = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": prompts[0]}, {"id": "second", "text": prompts[1]}, {"prompt": list(prompts[2].encode())}]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    result = run("generate", "--prompts", str(file), "--model", target, "--json", *TOKENS)
-    assert result.status == 0
+    lines = {"prompt": prompts[0]}, {"id": "second", "text": prompts[1]}, {"prompt": list(prompts[2].encode())}
+    file = prompts_in(tmp_path, *lines, "", "")
+    result = run("generate", "--prompts", file, "--model", target, "--json", *TOKENS).ok
     answers = result.record["prompts"]
     assert [answer["id"] for answer in answers] == ["1", "second", "3"]
     assert "second (length)" in result.out
@@ -158,9 +155,8 @@ def test_prompts_of_a_file_are_answered_like_single_ones(run: Run, target: str, 
 
 
 def test_a_prompt_that_fails_leaves_the_others_alone(run: Run, target: str, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": text}) for text in ("fine", "too long" * 100)))
-    result = run("generate", "--prompts", str(file), "--model", target, "--json", *TOKENS)
+    file = prompts_in(tmp_path, {"prompt": "fine"}, {"prompt": "too long" * 100})
+    result = run("generate", "--prompts", file, "--model", target, "--json", *TOKENS)
     assert result.status == 1
     assert [answer["finish_reason"] for answer in result.record["prompts"]] == ["length", "error"]
     assert "truedraft: error: prompt 2: the prompt has 800 tokens" in result.err
@@ -208,8 +204,7 @@ def test_a_drafter_that_raises_is_a_warning(run: Run, target: str, monkeypatch: 
         raise RuntimeError("out of ideas")
 
     monkeypatch.setattr(PromptLookup, "propose", broken)
-    result = run("generate", "hello", "--model", target, "--controller", "fixed", *TOKENS)
-    assert result.status == 0
+    result = run("generate", "hello", "--model", target, "--controller", "fixed", *TOKENS).ok
     assert "truedraft: warning: drafter 'prompt-lookup' failed (RuntimeError: out of ideas)" in result.err
 
 

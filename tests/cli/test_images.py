@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import transformers
 from PIL import Image
 
-from cli.tiny import Result, Run
+from cli.tiny import Result, Run, prompts_in
 from support.multimodal_models import save_with_processor
 
 QUESTION = "What is in this picture?"
@@ -78,9 +77,7 @@ def test_lines_name_their_own(run: Run, seeing: str, pictures: list[str], tmp_pa
         {"prompt": "import os"},
         {"text": "Why?", "images": pictures},
     ]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    found = answers(run("generate", "--prompts", str(file), "--model", seeing, *TOKENS))
+    found = answers(run("generate", "--prompts", prompts_in(tmp_path, *lines), "--model", seeing, *TOKENS))
     assert found[0] == generated(seeing, f"<image>\n{QUESTION}", pictures[:1])
     assert found[1] == answers(run("generate", "import os", "--model", seeing, *TOKENS))[0]
     assert found[2] == generated(seeing, "<image><image>\nWhy?", pictures)

@@ -176,8 +176,7 @@ def test_info_says_what_exact_means_of_quantised_weights(
 ) -> None:
     monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: tmp_path)
     file = write(tmp_path / "model.gguf", "llama", {"": "Q4_1"})
-    result = run("info", "--model", str(file), "--json")
-    assert result.status == 0, result.err
+    result = run("info", "--model", str(file), "--json").ok
     said = result.record["runs"]["quantised"]
     assert "plain decoding of these quantised weights" in said and said in " ".join(result.out.split())
     assert run("info", "--model", target, "--json").record["runs"]["quantised"] is None
@@ -197,6 +196,5 @@ def test_divergences_that_info_tells_are_those_that_were_measured() -> None:
 
 def test_the_main_job(run: Run) -> None:
     words = ("--model", "embedded:target", "--compare", "--json", "--max-tokens", "48")
-    result = run("generate", "def quicksort(items):", *words)
-    assert result.status == 0
+    result = run("generate", "def quicksort(items):", *words).ok
     assert result.record["identical"] is True and result.record["drafters"][0] == "draft"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Result, Run
+from cli.tiny import Result, Run, prompts_in
 from truedraft.cli.report import divergence_words
 from truedraft.core.stats import Counters
 from truedraft.core.verdict import Divergence
@@ -82,8 +82,7 @@ def test_help_names_the_rules(run: Run) -> None:
 @pytest.mark.parametrize("spec", LOSSY)
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_an_answer_says_what_it_gave_up(run: Run, base: tuple[str, ...], spec: str, temperature: str) -> None:
-    result = run(*base, "--rule", spec, "--temperature", temperature)
-    assert result.status == 0, result.err
+    result = run(*base, "--rule", spec, "--temperature", temperature).ok
     record = result.record
     assert record["lossless"] is False and record["rule"] == spec
     for stats in (record["stats"], record["prompts"][0]["stats"]):
@@ -125,8 +124,7 @@ def test_in_words() -> None:
 
 @pytest.mark.parametrize("spec", LOSSY)
 def test_differing_answers_are_no_failure(run: Run, base: tuple[str, ...], spec: str) -> None:
-    result = run(*base, "--rule", spec, "--compare")
-    assert result.status == 0, result.err
+    result = run(*base, "--rule", spec, "--compare").ok
     record = result.record
     assert record["identical"] is None and record["identical_prompts"] == 0 and record["lossless"] is False
     assert record["prompts"][0]["identical"] is False and record["prompts"][0]["difference"] is None
@@ -138,11 +136,9 @@ def test_differing_answers_are_no_failure(run: Run, base: tuple[str, ...], spec:
 
 def test_identical_answers_are_counted(run: Run, target: str, draft: str, tmp_path: Path) -> None:
     """A lenience this near to 1 keeps the argmax, however lossy its name."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\ntwo\nthree\n")
+    file = prompts_in(tmp_path, "one", "two", "three")
     words = ("--drafter", f"draft:{draft}", "--rule", "speculative,lenience=0.999", "--compare")
-    result = run("generate", "--prompts", str(file), "--model", target, *WORDS, *words)
-    assert result.status == 0, result.err
+    result = run("generate", "--prompts", file, "--model", target, *WORDS, *words).ok
     assert result.record["identical"] is None and result.record["identical_prompts"] == 3
     assert "lossy: 3 of 3 answers identical to plain decoding" in result.out
 
@@ -153,12 +149,11 @@ def test_identical_answers_are_counted(run: Run, target: str, draft: str, tmp_pa
 @pytest.fixture
 def bench(run: Run, target: str, draft: str, tmp_path: Path, quick_curves: Path) -> Callable[..., tuple[Result, Path]]:
     """The command on two prompts, with curves of one round."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("abc\nabcabc\n")
+    file = prompts_in(tmp_path, "abc", "abcabc")
 
     def call(*words: str) -> tuple[Result, Path]:
         out = tmp_path / "out"
-        drafter = ("--drafter", f"draft:{draft}", "--prompts", str(file), "--out", str(out))
+        drafter = ("--drafter", f"draft:{draft}", "--prompts", file, "--out", str(out))
         return run("bench", "--model", target, "--controller", "fixed", *drafter, *WORDS, *words), out
 
     return call

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli.tiny import Run, save_tiny_llama
+from cli.tiny import Run, prompts_in, save_tiny_llama
 
 sys.path.append(str(Path(__file__).parents[1] / "text"))
 from tiny_tokenizers import WIDE
@@ -59,8 +59,8 @@ def test_generate_tells_the_drafts_note(run: Run, pair: tuple[str, str]) -> None
 
 def test_bench_notes_it(run: Run, pair: tuple[str, str], quick_curves: Path, tmp_path: Path) -> None:
     target, draft = pair
-    (prompts := tmp_path / "prompts.txt").write_text("the quick fox\nthe lazy end\n")
-    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", str(prompts), "--json")
+    prompts = prompts_in(tmp_path, "the quick fox", "the lazy end")
+    words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--json")
     result = run("bench", *words, "--max-tokens", "12", "--dtype", "float32", "--temperature", "1")
     (found,) = result.record["vocabularies"]
     assert found["places"] > 12 and "note: draft:draft can write" in result.out

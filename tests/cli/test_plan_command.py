@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Run
+from cli.tiny import Run, prompts_in
 from truedraft.core import intervals
 from truedraft.core.intervals import Interval
 from truedraft.engine.policy import Goodput
@@ -25,17 +25,14 @@ NO_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> str:
-    file = tmp_path / "prompts.txt"
-    file.write_text("".join(f"def f{n}(x):{'y' * n}\n" for n in range(8)))
-    return str(file)
+    return prompts_in(tmp_path, *(f"def f{n}(x):{'y' * n}" for n in range(8)))
 
 
 @pytest.fixture
 def written(quick_curves: Path, run: Run, target: str, prompts: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A plan with everything, and the record that was printed."""
     words = ("--model", target, "--drafter", "prompt-lookup,min_ngram=1", "--prompts", prompts, "--runs", "1")
-    result = run("plan", *words, "--max-tokens", "24", "--out", str(tmp_path / "out"), "--json")
-    assert result.status == 0, result.err
+    result = run("plan", *words, "--max-tokens", "24", "--out", str(tmp_path / "out"), "--json").ok
     return tmp_path / "out", result.record
 
 
@@ -82,8 +79,7 @@ def test_the_measured_figure_decides(
     monkeypatch.setattr(Circumstance, "best_of", lambda self, each, requests: gaining(whole(self, each, requests)))
     words = ("--model", target, "--drafter", "prompt-lookup", "--prompts", prompts, "--runs", "1", "--max-tokens", "8")
     out = tmp_path / "plan.json"
-    result = run("plan", *words, "--out", str(out), "--json")
-    assert result.status == 0, result.err
+    result = run("plan", *words, "--out", str(out), "--json").ok
     best = result.record["predicted"][0]["drafter"]
     assert "prompt-lookup: tried on 6 prompts, and the best one run on others; about " in result.err
     if measured > 1.0:
@@ -110,8 +106,7 @@ def test_chains_and_trees_are_weighed_and_told(
 ) -> None:
     words = ("--model", target, "--drafter", f"draft:{draft}", "--prompts", prompts, "--limit", "4", "--runs", "1")
     out = tmp_path / "mine.json"
-    result = run("plan", *words, "--max-tokens", "6", "--temperature", "1", "--out", str(out), "--json")
-    assert result.status == 0, result.err
+    result = run("plan", *words, "--max-tokens", "6", "--temperature", "1", "--out", str(out), "--json").ok
     plan = json.loads(out.read_text())
     options = [option for each in plan["drafters"] for option in each["options"]]
     tried = {f"draft:{draft},chains={count},num_speculative_tokens={n}" for count in (2, 3, 4) for n in (1, LONGEST)}
@@ -143,8 +138,7 @@ def test_generate_and_bench_draft_as_planned(
     plan["drafters"][0]["options"][0]["tokens_per_call"] = {"value": 9.0, "low": 8.0, "high": 10.0}
     file.write_text(json.dumps(plan))
     words = "prompt-lookup,min_ngram=1,num_speculative_tokens=3"
-    result = run("generate", "some text", "--model", target, "--plan", str(file), "--max-tokens", "4", "--json")
-    assert result.status == 0, result.err
+    result = run("generate", "some text", "--model", target, "--plan", str(file), "--max-tokens", "4", "--json").ok
     assert (result.record["drafter"], result.record["drafter_kind"]) == (words, "prompt-lookup")
     bench = ("bench", "--model", target, "--plan", str(file), "--prompts", prompts, "--limit", "1", "--max-tokens", "4")
     assert run(*bench, "--json").record["drafters"] == [words]
@@ -160,8 +154,7 @@ def test_a_plan_is_refused(run: Run, target: str, draft: str, written: tuple[Pat
     other = run("generate", "x", "--model", draft, "--plan", str(file), *short)
     assert other.status == 2 and "another fingerprint" in other.err and "run truedraft plan again" in other.err
     assert other.record["field"] == "plan"
-    none = run("bench", "--model", target, "--plan", str(written[0] / "none.json"), *short)
-    assert none.status == 2 and "cannot read the plan" in none.err
+    run("bench", "--model", target, "--plan", str(written[0] / "none.json"), *short).refused("cannot read the plan")
     warmer = run("generate", "x", "--model", target, "--plan", str(file), "--temperature", "1", *short)
     assert warmer.status == 0 and "made with temperature 0.0" in warmer.err
 
@@ -182,8 +175,7 @@ def test_what_if(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path)
 
 def test_a_load(run: Run, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     asked = ("plan", "--simulate", str(written[0]), "--load", "50", "--json")
-    result = run(*asked, "--answer-tokens", "40", "--max-batch", "6", "--out", str(tmp_path / "if"))
-    assert result.status == 0, result.err
+    result = run(*asked, "--answer-tokens", "40", "--max-batch", "6", "--out", str(tmp_path / "if")).ok
     load = result.record["load"]
     assert (load["requests_per_s"], load["answer"], len(load["levels"])) == (50.0, 40, 6)
     assert load["replicas"]["best"]["count"] <= load["replicas"]["plain"]["count"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.tiny import Run
+from cli.tiny import Run, prompts_in
 from truedraft.cli.prompts import read_prompts
 from truedraft.errors import DataError, PromptError
 
@@ -18,12 +19,7 @@ SAMPLED = ("--max-tokens", "12", "--dtype", "float32", "--ignore-eos", "--temper
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    def lines(*objects: Any) -> str:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in objects))
-        return str(file)
-
-    return lines
+    return functools.partial(prompts_in, tmp_path)
 
 
 def test_equal_prompts_without_a_seed_get_unlike_answers(run: Run, target: str, write: Callable[..., str]) -> None:
@@ -136,5 +132,4 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
 
 
 def test_the_home_of_nobody(run: Run) -> None:
-    result = run("generate", "--prompts", "~nobody-of-that-name/a.txt")
-    assert result.status == 2 and "names the home folder of nobody here" in result.err
+    run("generate", "--prompts", "~nobody-of-that-name/a.txt").refused("names the home folder of nobody here")

@@ -180,8 +180,7 @@ def test_half_requests_take_nobodys_place() -> None:
 
 def test_a_talk_with_a_model_here(talk: Talk) -> None:
     lines = "class Stack:\n/stats\n/nonsense\n/again\n/reset\n/exit\nnothing is asked behind it\n"
-    done = talk(lines, "embedded:target", "--drafter", "prompt-lookup")
-    assert done.status == 0, done.err
+    done = talk(lines, "embedded:target", "--drafter", "prompt-lookup").ok
     assert [turn["message"] for turn in done.record["turns"]] == ["class Stack:", "class Stack:"]
     assert done.record["turns"][0]["text"] == done.record["turns"][1]["text"] != ""
     assert "there is no /nonsense" in done.err and "tokens in" in done.err
@@ -189,8 +188,7 @@ def test_a_talk_with_a_model_here(talk: Talk) -> None:
 
 def test_once_more_is_the_last_message_of_what_is_remembered(talk: Talk) -> None:
     lines = "a = 1\n/system be brief\n/reset\n/again\nb = 2\n/again\n/again\n"
-    done = talk(lines, "--model", "embedded:target", "--drafter", "none")
-    assert done.status == 0, done.err
+    done = talk(lines, "--model", "embedded:target", "--drafter", "none").ok
     assert [turn["message"] for turn in done.record["turns"]] == ["a = 1", "b = 2", "b = 2", "b = 2"]
     assert len({turn["text"] for turn in done.record["turns"][1:]}) == 1
     assert "there is no message yet" in done.err

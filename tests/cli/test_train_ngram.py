@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.tiny import Run
+from cli.tiny import Run, prompts_in
 from support.virtual_time import VirtualTime
 from truedraft.drafters.ngram.table import NgramTable
 from truedraft.training import evaluate, ngrams
@@ -36,8 +36,7 @@ def test_a_counted_table_drafts(
 ) -> None:
     out = tmp_path / "table"
     words = ("train", "ngram", "--model", target, "--data", text, "--out", str(out))
-    result = run(*words, "--json")
-    assert (result.status, result.complaint) == (0, "")
+    result = run(*words, "--json").silent
     record = result.record
     assert record["command"] == "train ngram" and record["order"] == 3 and record["machine"]
     assert record["bytes"] == (out / "table.ngram").stat().st_size
@@ -53,8 +52,7 @@ def test_a_counted_table_drafts(
 
     plain = run("generate", "def f", "--model", target, "--drafter", "none", "--max-tokens", "12", "--json")
     for drafter in (f"ngram:{out}", f"ngram:{out}/table.ngram", "auto"):
-        drafted = run("generate", "def f", "--model", target, "--drafter", drafter, "--max-tokens", "12", "--json")
-        assert drafted.status == 0, drafted.err
+        drafted = run("generate", "def f", "--model", target, "--drafter", drafter, "--max-tokens", "12", "--json").ok
         assert drafted.out.splitlines()[:-1] == plain.out.splitlines()[:-1]
     assert drafted.record["drafters"] == ["ngram", "prompt-lookup"]
     listed = run("info", "--model", target, "--json").record["drafters"][0]
@@ -71,15 +69,13 @@ def test_a_counted_table_drafts(
 def test_what_the_target_writes_is_counted(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = tmp_path / "table"
     words = ("train", "ngram", "--model", target, "--data", text, "--out", str(out), "--answers", "--keep-work", *FEW)
-    result = run(*words, "--json")
-    assert (result.status, result.complaint) == (0, "")
+    result = run(*words, "--json").silent
     assert "what the target answers to prompts from text.txt" in result.out
     answers = [json.loads(line)["answer"] for line in (out / "work" / "answers.jsonl").read_text().splitlines()]
     assert result.record["counted_tokens"] == sum(map(len, answers)) and len(answers) == 4
     before = (out / "table.ngram").read_bytes()
 
-    again = run(*words)
-    assert again.status == 2 and "holds a training; add --resume" in again.err
+    run(*words).refused("holds a training; add --resume")
     (out / "table.ngram").unlink()
     assert run(*words, "--resume").status == 0 and (out / "table.ngram").read_bytes() == before
     other = run(*words, "--resume", "--answer-tokens", "13", "--temperature", "1", "--seed", "3")
@@ -146,10 +142,9 @@ def test_its_certificate(
 ) -> None:
     """A greedy one is over when all prompts are compared; in few steps a sampled one may lack evidence."""
     VirtualTime(monkeypatch, step_s=0.0 if temperature == "0" else 0.04)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def f1(x):\nreturn\nx + 3\n")
+    prompts = prompts_in(tmp_path, "def f1(x):", "return", "x + 3")
     done = run(
-        *("certify", "stack", "--model", target, "--drafter", f"ngram:{table}", "--prompts", str(prompts), "--json"),
+        *("certify", "stack", "--model", target, "--drafter", f"ngram:{table}", "--prompts", prompts, "--json"),
         *("--temperature", temperature, "--minutes", "0.05", "--max-tokens", "12", "--batch", "2"),
     )
     assert done.status in ({0} if temperature == "0" else {0, 3}), done.out

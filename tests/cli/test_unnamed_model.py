@@ -25,16 +25,14 @@ def test_smollm2_is_taken_where_it_is_installed(run: Run, target: str, monkeypat
     monkeypatch.setattr(loading, "resolve_source", {"smollm2": target}.__getitem__)
     # Else other tests would share this one.
     monkeypatch.setattr(embedded_models, "_once", embedded_models._once.__wrapped__)
-    result = run(*WORDS)
-    assert result.status == 0, result.err
+    result = run(*WORDS).ok
     assert "no --model is named: smollm2, which is installed, is taken" in result.err
     assert result.record["model"] == "smollm2"
 
 
 def test_the_embedded_target_is_taken_where_it_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "smollm2_missing", lambda: "pip install something")
-    result = run(*WORDS)
-    assert result.status == 0, result.err
+    result = run(*WORDS).ok
     assert "embedded:target, a fixture of tests, is taken; for smollm2 run pip install something" in result.err
     assert result.record["model"] == "embedded:target"
 

@@ -51,6 +51,23 @@ class Result:
     err: str
 
     @property
+    def ok(self) -> Result:
+        """Itself, of a command that did what it was to do."""
+        assert self.status == 0, self.err
+        return self
+
+    @property
+    def silent(self) -> Result:
+        """Itself, of one that also said nothing but how far it was."""
+        assert (self.status, self.complaint) == (0, ""), self.out
+        return self
+
+    def refused(self, *phrases: str) -> Result:
+        """Itself, of unusable arguments, where all of this is said."""
+        assert self.status == 2 and all(each in self.err for each in phrases), self.err
+        return self
+
+    @property
     def complaint(self) -> str:
         """Standard error without the lines that say what a training or a plan will take and how far it is."""
         lines = [each for each in self.err.splitlines(keepends=True) if ": tried on " not in each]
@@ -60,6 +77,14 @@ class Result:
     def record(self) -> dict[str, Any]:
         """The JSON object in the last line of standard output."""
         return json.loads(self.out.splitlines()[-1])
+
+
+def prompts_in(folder: Path, *prompts: str | dict[str, Any]) -> str:
+    """A new file of prompts: a text a line, or objects, which may be written out."""
+    objects = any(isinstance(each, dict) or each.startswith("{") for each in prompts)
+    file = folder / ("prompts.jsonl" if objects else "prompts.txt")
+    file.write_text("\n".join(json.dumps(each) if isinstance(each, dict) else each for each in prompts))
+    return str(file)
 
 
 Run = Callable[..., Result]

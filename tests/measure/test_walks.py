@@ -1,13 +1,15 @@
-"""Replay along traces against the engine, call by call where no chance is left, and against exact sums where it is."""
+"""Traces behind other prompts; their replay against the engine call by call, or exact sums where chance is left."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 import pytest
+import torch
 
 from support.head_models import MarkovWithEmbedding, fitted_heads, fitted_redrafter
 from support.tiny_models import PROMPTS, noisy, packed
@@ -15,10 +17,10 @@ from truedraft import Engine, SamplingParams
 from truedraft.core.params import SamplingParams as Params
 from truedraft.core.stats import Counters
 from truedraft.drafters import Cascade, DraftModel, Medusa, PromptLookup, Redrafter
-from truedraft.drafters.base import Drafter
+from truedraft.drafters.base import Drafter, Features, NoDrafter
 from truedraft.drafters.portfolio import Portfolio
 from truedraft.errors import DrafterError, ModelError, OptionError
-from truedraft.measure.traces import AnswerTrace, trace_answers
+from truedraft.measure.traces import AnswerTrace, trace_after, trace_answers
 from truedraft.measure.walks import Walk, walk_along
 from truedraft.models.huggingface import HuggingFaceModel
 from truedraft.testing import MarkovModel, ScriptedDrafter
@@ -224,3 +226,36 @@ def test_a_walk_says_how_much_a_cascades_guesses_save(params: Params) -> None:
         shares += [sum(walk.guessed for walk in walks) / len(walks)]
     assert shares[0] > 0.9
     assert shares[1] < 0.35
+
+
+LAYERS = (0, 1)
+
+
+def rows_of(trace: AnswerTrace) -> list[torch.Tensor]:
+    """All vectors in their order: what entered the LM head, then each layer's."""
+    parts = [torch.cat([each.hidden for each in trace.seen if each.hidden is not None])]
+    return parts + [torch.cat([each.layers[place] for each in trace.seen]) for place in range(len(trace.layers))]
+
+
+@pytest.mark.parametrize("rows", ["kept", "last"])
+def test_behind_its_own_prompt_it_is_the_trace(rows) -> None:  # type: ignore[no-untyped-def]
+    target, watcher = packed("llama"), NoDrafter()
+    watcher.features = Features(rows, layers=LAYERS)
+    asked = [(str(number), list(each), SamplingParams(max_tokens=9)) for number, each in enumerate(PROMPTS[:2])]
+    first, second = trace_answers(target, asked, [watcher])
+    for trace in (first, second):
+        found = trace_after(target, trace.prompt, trace, watcher.features, LAYERS)
+        assert [each.tokens for each in found.seen] == [each.tokens for each in trace.seen]
+        for own, expected in zip(rows_of(found), rows_of(trace), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=2e-4)
+        assert replace(found, seen=trace.seen) == trace
+    moved = trace_after(target, second.prompt, first, watcher.features, LAYERS)
+    assert moved.tokens == first.tokens and moved.prompt == second.prompt
+    assert moved.remaining(0) == first.remaining(0)
+    assert not torch.allclose(rows_of(moved)[0][-1], rows_of(first)[0][-1], atol=1e-2)
+
+
+def test_a_drafter_that_sees_tokens_alone_needs_no_forward() -> None:
+    trace = AnswerTrace("x", (5, 6), (7, 8, 9), SamplingParams(), 0, 20, False, ())
+    found = trace_after(None, (1, 2, 3), trace, None)  # type: ignore[arg-type]
+    assert [each.tokens for each in found.seen] == [(7,), (8,), (9,)] and found.limit == 21

@@ -14,6 +14,7 @@ from truedraft.cli.prompts import PromptRequest, read_prompts
 from truedraft.cli.session import load_target, loading, prepare_prompts, sampling_of_each, with_model
 from truedraft.cli.terminal import Terminal, say, visible
 from truedraft.core.params import SamplingParams
+from truedraft.drafters.specs import draft_from_spec
 from truedraft.errors import DataError, OptionError, TruedraftError
 from truedraft.options import changed_fields, check_whole, option, record_of
 
@@ -55,8 +56,6 @@ class BeamOptions:
 
 @dataclass(slots=True)
 class _Found:
-    """The searches of one prompt."""
-
     name: str
     prompt_tokens: int = 0
     searches: dict[str, list[_Search]] = field(default_factory=dict)  # runs; without --compare one "speculative" one
@@ -85,7 +84,6 @@ class _Found:
         return int(getattr(self.searches[way][0][0], count))
 
     def counts(self, way: str) -> dict[str, Any]:
-        """For JSON."""
         return {"elapsed_s": self.median_s(way)} | record_of(self.searches[way][0][0], *_COUNTS)
 
 
@@ -149,7 +147,6 @@ def _check_sampling(params: SamplingParams) -> None:
 
 def _load(options: GenerateOptions, terminal: Terminal) -> tuple[BeamSearch, BeamSearch]:
     """Plain search, and search with the draft."""
-    from truedraft.drafters.specs import draft_from_spec
     from truedraft.engine import BeamSearch
 
     stack, beams = options.stack, options.beams

@@ -9,22 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from truedraft.cli import session
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
 from truedraft.cli.prompts import HELDOUT, NamedPrompt, PromptOptions, read_prompts
-from truedraft.cli.session import (
-    DRAFTER_HELP,
-    ReportOptions,
-    RunOptions,
-    StackOptions,
-    check_rule,
-    encoded,
-    loading,
-    plan_for,
-    planned_drafter,
-    prepare_prompts,
-    set_threads,
-    with_model,
-)
 from truedraft.cli.terminal import Terminal, say
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.engine.policy.specs import controller_from_spec
@@ -47,7 +34,7 @@ _NOT_MEASURED = (
 class SuiteOptions:
     """What is measured."""
 
-    drafter: tuple[str, ...] = option(("auto",), f"{DRAFTER_HELP} May be repeated.", "D", shown_default="auto")
+    drafter: tuple[str, ...] = option(("auto",), f"{session.DRAFTER_HELP} May be repeated.", "D", shown_default="auto")
     peer: tuple[str, ...] = option((), "transformers: its own ways of generating; may be repeated.", "PEER")
     prompts: str = option(
         HELDOUT,
@@ -58,7 +45,7 @@ class SuiteOptions:
 
 
 @dataclass(frozen=True)
-class BenchReport(ReportOptions):
+class BenchReport(session.ReportOptions):
     """Output of `truedraft bench`."""
 
     out: Path | None = option(None, "Write report, plots, record and rows into this folder.", "DIR")
@@ -68,10 +55,10 @@ class BenchReport(ReportOptions):
 class BenchOptions:
     """Options of `truedraft bench`."""
 
-    stack: StackOptions = group("Model and drafter", without=_NOT_MEASURED)
+    stack: session.StackOptions = group("Model and drafter", without=_NOT_MEASURED)
     what: SuiteOptions = group("What to measure")
     prompt: PromptOptions = group("Prompt", without=("prompt", "prompts", "image"))
-    runs: RunOptions = group("Runs")
+    runs: session.RunOptions = group("Runs")
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     report: BenchReport = group("Report")
     machine: MachineOptions = group("Machine")
@@ -84,20 +71,20 @@ def bench(options: BenchOptions) -> int:
     check_peers(options.what.peer)
     params, out = options.sampling, options.report.out
     out = None if out is None else user_path(str(out))
-    check_rule(options.stack.rule, params)
+    session.check_rule(options.stack.rule, params)
     controller_from_spec(options.stack.controller)  # invalid words are refused before anything is loaded
     if options.stack.plan is not None:
-        drafter = planned_drafter(options.stack.plan, options.what.drafter, params)
+        drafter = session.planned_drafter(options.stack.plan, options.what.drafter, params)
         options = dataclasses.replace(options, what=dataclasses.replace(options.what, drafter=(drafter,)))
     terminal = Terminal()
     with errors_about("prompts"):
         set_name, prompts = _prompts(options)
     requests = [(each, params) for each in prompts]
-    options = dataclasses.replace(options, stack=with_model(options.stack))
-    set_threads(options.machine.threads)
+    options = dataclasses.replace(options, stack=session.with_model(options.stack))
+    session.set_threads(options.machine.threads)
     with contextlib.ExitStack() as stack:
         folder = None if out is None else stack.enter_context(OutputFolder(out))
-        with loading(terminal.err, options.stack.model):
+        with session.loading(terminal.err, options.stack.model):
             suite = load_suite(
                 options.stack,
                 options.machine,
@@ -108,12 +95,12 @@ def bench(options: BenchOptions) -> int:
                 controller=options.stack.controller,
                 batch=options.runs.batch,
             )
-        plan = plan_for(options.stack.plan, suite.target)
+        plan = session.plan_for(options.stack.plan, suite.target)
         if plan is not None:
             for each in suite.ours:
                 each.engine.controller.expect(plan.survival)
-        requests = prepare_prompts(suite.target, requests, options.prompt)
-        groups, failures = encoded(suite.target, requests, options.runs.batch)
+        requests = session.prepare_prompts(suite.target, requests, options.prompt)
+        groups, failures = session.encoded(suite.target, requests, options.runs.batch)
         if not groups:
             raise PromptError(f"none of the prompts can be answered; {failures[0].describe()}")
         measured = _costs(suite, params, options.runs.refresh_costs, terminal)
@@ -126,8 +113,6 @@ def bench(options: BenchOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The systems and prompts of a benchmark."""
-
     suite: Suite
     measured: MachineCosts
     groups: Sequence[Group]
@@ -156,7 +141,6 @@ def _prompts(options: BenchOptions) -> tuple[str, list[NamedPrompt]]:
 
 
 def _costs(suite: Suite, params: SamplingParams, refresh: bool, terminal: Terminal) -> MachineCosts:
-    """Cost curves of this machine, measured now or cached by an earlier run."""
     from truedraft.measure.bench import PARTS, measure_costs
 
     with terminal.progress("cost curves", PARTS * len(suite.ours)) as progress:
@@ -216,37 +200,28 @@ def _circumstances(
 
 
 def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None, terminal: Terminal) -> int:
-    """Print and write the results; returns the exit status."""
-    from truedraft.measure.bench import (
-        answered_prompts,
-        bench_record,
-        drafted_trees,
-        empty_answers,
-        shown,
-        summarise,
-        time_without_core,
-        unsettled_steps,
-        vocabulary_costs,
-    )
+    from truedraft.measure.bench import answers, report, summary
+    from truedraft.measure.bench.runs import time_without_core
 
     suite, measured, circumstances = run.suite, run.measured, run.circumstances
     names = [each.name for each in suite.systems]
-    summaries = summarise(results.rows, names, suite.our_names, measured.memory(suite))
+    summaries = summary.summarise(results.rows, names, suite.our_names, measured.memory(suite))
     differences = _differences(suite, results, run.groups, circumstances)
     lengths = {each.name: each.mean_acceptance_length for each in summaries}
-    trees = drafted_trees(suite, lengths, SamplingParams(**circumstances.sampling))
-    answered = answered_prompts(run.groups, results.rows)
-    vocabularies = vocabulary_costs(suite.target, {each.name: each.engine.drafter for each in suite.ours}, answered)
-    record = bench_record(summaries, circumstances, measured.points, results, differences, trees, vocabularies)
+    trees = summary.drafted_trees(suite, lengths, SamplingParams(**circumstances.sampling))
+    answered = answers.answered_prompts(run.groups, results.rows)
+    drafters = {each.name: each.engine.drafter for each in suite.ours}
+    vocabularies = answers.vocabulary_costs(suite.target, drafters, answered)
+    record = report.bench_record(summaries, circumstances, measured.points, results, differences, trees, vocabularies)
     failed = results.failures or record["identical"] is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     record["status"] = status
-    best, notes = shown(summaries, suite.best_of)
+    best, notes = summary.shown(summaries, suite.best_of)
     notes = [
         *suite.notes,
         *notes,
-        *empty_answers(summaries),
-        *unsettled_steps(summaries),
+        *summary.empty_answers(summaries),
+        *summary.unsettled_steps(summaries),
         *(each.describe() for each in vocabularies),
         *differences,
     ]
@@ -262,8 +237,8 @@ def _report(run: _Run, results: Results, json: bool, folder: OutputFolder | None
     if best:
         _print_summaries(best, circumstances, [*notes, *(tree.describe() for tree in trees)], terminal)
     if folder is not None:
-        report = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
-        terminal.note(f"report: {report}")
+        path = folder.finish(best, circumstances, measured.points, [*wrong, *notes], record, trees)
+        terminal.note(f"report: {path}")
     if json:
         terminal.json(record)
     return status

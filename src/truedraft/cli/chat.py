@@ -15,6 +15,7 @@ from truedraft.cli.session import ReportOptions, StackOptions, check_rule, load_
 from truedraft.cli.terminal import Terminal, visible, writer
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
 from truedraft.errors import OptionError, PeerError, TruedraftError, errors_about
+from truedraft.measure.peers.calling import Caller
 from truedraft.options import MachineOptions, changed_fields, flag, group, option, record_of
 
 _HELP = """\
@@ -50,8 +51,6 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class _Turn:
-    """One message and its answer."""
-
     message: str
     text: str = ""
     seconds: float = 0.0
@@ -63,8 +62,6 @@ class _Turn:
 
 @dataclass
 class _Conversation:
-    """A conversation."""
-
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)  # but the system message
     turns: list[_Turn] = field(default_factory=list)
@@ -186,8 +183,6 @@ def _stats(turn: _Turn) -> str:
 
 
 class _Local:
-    """Answers with a model in this process."""
-
     def __init__(self, options: ChatOptions, terminal: Terminal) -> None:
         self._params, self._talk, self._terminal = options.sampling, options.talk, terminal
         check_rule(options.stack.rule, options.sampling)
@@ -235,8 +230,6 @@ class _Server:
     """
 
     def __init__(self, url: str, model: str | None, params: SamplingParams, notify: Callable[[str], None]) -> None:
-        from truedraft.measure.peers.calling import Caller
-
         self._params = params
         try:
             with errors_about("url"):

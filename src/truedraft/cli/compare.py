@@ -6,12 +6,13 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED
 from truedraft.cli.generate import GenerateOptions, remark, write_answer
+from truedraft.cli.prompts import NamedPrompt, PromptRequest
 from truedraft.cli.report import counts_dict, divergence_words, explain, name_and_note, undrafted_line
 from truedraft.cli.session import MEASURING, StackOptions, encoded, waiting
 from truedraft.cli.terminal import Terminal, say
@@ -19,28 +20,10 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.stats import Counters, repeated_ngrams
 from truedraft.engine import Engine
 from truedraft.machine import dtype_name
-from truedraft.measure.bench import (
-    PLAIN,
-    AnsweredPrompt,
-    CurveCosts,
-    Difference,
-    Group,
-    OurEngine,
-    Ratio,
-    Results,
-    Row,
-    Suite,
-    Summary,
-    answered_prompts,
-    differing_answers,
-    find_difference,
-    run_all,
-    summarise,
-    vocabulary_costs,
-)
-
-if TYPE_CHECKING:
-    from truedraft.cli.prompts import NamedPrompt, PromptRequest
+from truedraft.measure.bench import answers
+from truedraft.measure.bench.runs import CurveCosts, Group, Results, Row, run_all
+from truedraft.measure.bench.suite import PLAIN, OurEngine, Suite
+from truedraft.measure.bench.summary import Ratio, Summary, differing_answers, summarise
 
 _SPECULATIVE = "speculative"
 _RUNS_OF_ONE_PROMPT = 3
@@ -86,7 +69,9 @@ class Pair(BothWays):
 
     group: Group
     first: tuple[Row, Row]  # the first row of plain and of speculative decoding
-    difference: Difference | None = None  # the first differing token, if the tokens must be identical and are not
+    difference: answers.Difference | None = (
+        None  # the first differing token, if the tokens must be identical and are not
+    )
 
     @property
     def name(self) -> str:
@@ -205,19 +190,19 @@ def compare(
     record = {"failed_prompts": len(errors), "errors": errors} | record
     if comparison is not None:
         _print(comparison, engine, options.stack, terminal)
-        record |= _print_rest(comparison, engine, answered_prompts(groups, results.rows), options, terminal)
+        record |= _print_rest(comparison, engine, answers.answered_prompts(groups, results.rows), options, terminal)
     return status, record
 
 
 def _print_rest(
     comparison: Comparison,
     engine: Engine,
-    answered: Sequence[AnsweredPrompt],
+    answered: Sequence[answers.AnsweredPrompt],
     options: GenerateOptions,
     terminal: Terminal,
 ) -> dict[str, Any]:
     """Print what vocabularies cost, and what was drafted when; returns both for the record."""
-    vocabularies = vocabulary_costs(engine.target, engine.drafter.members, answered)
+    vocabularies = answers.vocabulary_costs(engine.target, engine.drafter.members, answered)
     for each in vocabularies:
         terminal.print(each.describe())
     record: dict[str, Any] = {"vocabularies": [dataclasses.asdict(each) for each in vocabularies]}
@@ -241,7 +226,7 @@ def _pairs(suite: Suite, groups: Sequence[Group], results: Results, runs: int) -
         plain, speculative = (next(row for row in rows if row.system == name) for name in suite.our_names)
         difference = None
         if suite.must_agree(group.params) and group.names[0] in differing:
-            difference = find_difference(suite.target, group.prompts[0], *differing[group.names[0]])
+            difference = answers.find_difference(suite.target, group.prompts[0], *differing[group.names[0]])
         pairs.append(Pair(*summaries(rows), group, (plain, speculative), difference))
     return pairs
 

@@ -11,8 +11,11 @@ from truedraft.cli.failures import DONE, FAILED
 from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, NamedPrompt, read_prompts
 from truedraft.cli.session import ReportOptions, load_alone, quiet_hub, with_model
 from truedraft.cli.terminal import Terminal, interval_text
-from truedraft.errors import ModelError, OptionError, errors_about
+from truedraft.drafters.registry import TrainedDrafter
+from truedraft.errors import ModelError, OptionError, PromptError, errors_about
 from truedraft.files import user_path
+from truedraft.measure.peers.calling import Caller
+from truedraft.measure.peers.endpoint import served_acceptance
 from truedraft.options import MachineOptions, ModelOptions, flag, group, option
 
 if TYPE_CHECKING:
@@ -81,7 +84,6 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
         texts = spread(read_prompts(None, what.prompts), what.limit)
     model = with_model(options.model)
     target = load_alone(model, options.machine, terminal.err)
-    from truedraft.drafters.registry import TrainedDrafter
     from truedraft.measure.doctor import examine, promised_by
     from truedraft.measure.variants import case_of
 
@@ -110,9 +112,6 @@ def _examine(options: DoctorOptions, drafter: str) -> int:
 
 def _served(url: str, drafter: str | None, report: ReportOptions) -> int:
     """Compare the drafts of a running server with the drafter's card."""
-    from truedraft.measure.peers.calling import Caller
-    from truedraft.measure.peers.endpoint import served_acceptance
-
     terminal = Terminal()
     promised = _least_promise(drafter)
     with errors_about("url"):
@@ -149,7 +148,6 @@ def _least_promise(drafter: str | None) -> float | None:
     """The fewest tokens per call on a drafter's card, because a server reports neither its temperature nor its draft
     sizes. Raises OptionError if there is no folder, or no card in it.
     """
-    from truedraft.drafters.registry import TrainedDrafter
     from truedraft.measure.variants import place_of
 
     if drafter is None:
@@ -169,7 +167,6 @@ def _least_promise(drafter: str | None) -> float | None:
 def written_prompts(target: LanguageModel, texts: Sequence[NamedPrompt], *, plain: bool) -> list[Prompt]:
     """Prompts for the target, formatted by its chat template if it has one, unless `plain`."""
     from truedraft.engine.prompts import encode_prompt
-    from truedraft.errors import PromptError
     from truedraft.measure.doctor import Prompt
 
     chats = not plain and target.tokenizer is not None and bool(target.tokenizer.chat_template)

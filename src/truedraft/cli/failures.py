@@ -15,32 +15,23 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from truedraft import errors
 from truedraft.cli.terminal import say
-from truedraft.errors import (
-    CompositionError,
-    DataError,
-    ModelNotFoundError,
-    OptionError,
-    PeerError,
-    PromptError,
-    TruedraftError,
-    UnknownOptionError,
-    UnsupportedModelError,
-)
 
 DONE, FAILED, UNUSABLE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 _UNUSABLE = (
-    OptionError, PromptError, ModelNotFoundError, UnsupportedModelError, CompositionError, DataError, PeerError
+    errors.OptionError, errors.PromptError, errors.ModelNotFoundError, errors.UnsupportedModelError,
+    errors.CompositionError, errors.DataError, errors.PeerError,
 )  # fmt: skip
 _DEBUG = "TRUEDRAFT_DEBUG"
 
 
-class InterruptedCommandError(TruedraftError):
+class InterruptedCommandError(errors.TruedraftError):
     """Ctrl-C ended a command before it had a result."""
 
 
-class UndecidedError(TruedraftError):
+class UndecidedError(errors.TruedraftError):
     """A certificate ended without a verdict."""
 
     @classmethod
@@ -118,7 +109,7 @@ def describe(error: BaseException) -> str:
     """The error in a sentence."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, TruedraftError):
+    if isinstance(error, errors.TruedraftError):
         return str(error)
     if is_usage_error(error):
         return _describe_usage(error)
@@ -143,13 +134,12 @@ def _describe_usage(error: BaseException) -> str:
     # An option of a subcommand may have been typed without the subcommand.
     known = getattr(getattr(context, "command", None), "commands", {})
     if known and (given := re.match(r"No such command '(.*?)'", message)):  # typer would list several similar ones
-        return f"{UnknownOptionError.nearest('command', given[1], known)} (see {command} --help)"
+        return f"{errors.UnknownOptionError.nearest('command', given[1], known)} (see {command} --help)"
     first = f"; name one of its commands first: {', '.join(known)}" if known else ""
     return f"{message[:1].lower()}{message[1:]}{first} (see {command} --help)"
 
 
 def _unknown_option(error: BaseException) -> str | None:
-    """Name an option that does not exist, and the most similar one."""
     given = getattr(error, "option_name", None)
     if given is None or type(error).__name__ != "NoSuchOption":
         return None

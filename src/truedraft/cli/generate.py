@@ -8,21 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from truedraft.cli import session
 from truedraft.cli.beams import BeamOptions, search_beams
 from truedraft.cli.failures import warn
 from truedraft.cli.prompts import PromptOptions, PromptRequest, read_prompts
-from truedraft.cli.session import (
-    MEASURING,
-    ReportOptions,
-    StackOptions,
-    check_rule,
-    load_engine,
-    planned_drafter,
-    prepare_prompts,
-    sampling_of_each,
-    waiting,
-    with_model,
-)
 from truedraft.cli.terminal import Terminal, from_escapes, legend, say, typed_text, writer, written
 from truedraft.core.params import SamplingParams
 from truedraft.errors import OptionError
@@ -38,7 +27,7 @@ BATCH = 8  # prompts per batch
 
 
 @dataclass(frozen=True)
-class GenerateReport(ReportOptions):
+class GenerateReport(session.ReportOptions):
     """Output of `truedraft generate`."""
 
     compare: bool = flag("Also decode plainly: the speed of both, and whether the tokens are identical.")
@@ -51,7 +40,7 @@ class GenerateOptions:
     """Options of `truedraft generate`."""
 
     prompts: PromptOptions = group("Prompt")
-    stack: StackOptions = group("Model and drafter")
+    stack: session.StackOptions = group("Model and drafter")
     sampling: SamplingParams = group("Answer")
     beams: BeamOptions = group("Beam search")
     report: GenerateReport = group("Report")
@@ -77,20 +66,20 @@ def _run(options: GenerateOptions, prompts: Sequence[PromptRequest]) -> int:
     from truedraft.engine.prompts import check_max_tokens
 
     if options.stack.plan is not None:
-        drafter = planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
+        drafter = session.planned_drafter(options.stack.plan, [options.stack.drafter], prompts[0][1])
         options = replace(options, stack=replace(options.stack, drafter=drafter))
     params = prompts[0][1]
-    prompts = sampling_of_each(prompts)
+    prompts = session.sampling_of_each(prompts)
     for _, each in prompts:
-        check_rule(options.stack.rule, each)
+        session.check_rule(options.stack.rule, each)
     terminal, report = Terminal(), options.report
-    options = replace(options, stack=with_model(options.stack))
+    options = replace(options, stack=session.with_model(options.stack))
     together = 1 if report.compare else min(len(prompts), BATCH)
-    engine = load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
+    engine = session.load_engine(options.stack, options.machine, terminal.err, prompts[0][1], together)
     for _, each in prompts:
         if each.max_tokens != SamplingParams().max_tokens:  # not for the default, which the context then limits
             check_max_tokens(engine.target, each.max_tokens)
-    prompts = prepare_prompts(engine.target, prompts, options.prompts)
+    prompts = session.prepare_prompts(engine.target, prompts, options.prompts)
     run = compare if report.compare else _answer
     status, record = run(engine, options, prompts, terminal)
     if report.json:
@@ -137,7 +126,7 @@ def watching(engine: Engine, terminal: Terminal) -> Iterator[Decisions]:
     """Record the decisions of steps inside the block; the cost of a plain step may be measured first."""
     from truedraft.engine.policy.decisions import Decisions
 
-    with waiting(terminal.err, MEASURING):
+    with session.waiting(terminal.err, session.MEASURING):
         decisions = Decisions(engine.forwards())
     engine.listeners.append(decisions)
     try:

@@ -7,19 +7,17 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from truedraft.cli.failures import DONE
 from truedraft.cli.session import ReportOptions, quiet_hub
 from truedraft.cli.terminal import Terminal
+from truedraft.drafters.registry import TrainedDrafter, list_drafters
 from truedraft.drafters.specs import drafter_described, drafter_words
 from truedraft.errors import ModelNotFoundError, OptionError, errors_about
 from truedraft.files import SMOLLM2, parameters_in
 from truedraft.models.embedded import EMBEDDED, EMBEDDED_HEADS, embedded_folder, embedded_heads, smollm2_missing
 from truedraft.options import group, option, record_of
-
-if TYPE_CHECKING:
-    from truedraft.drafters.registry import TrainedDrafter
 
 _ROWS, _SHOWN, _CONTEXT, _PARTS = (1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 8, 16), 256, 100
 _KL_OF_TYPES = (
@@ -49,7 +47,6 @@ class InfoOptions:
 
 def info(options: InfoOptions) -> int:
     """Show versions, devices, fast paths, the embedded models and the trained drafters that can be found."""
-    from truedraft.drafters.registry import list_drafters
     from truedraft.engine.policy import CostStore
     from truedraft.machine import machine_facts, pick_device, pick_dtype
     from truedraft.models.backends.native.build import built
@@ -110,7 +107,6 @@ def drafters(options: DraftersOptions) -> int:
 
 
 def _model(name: str, terminal: Terminal) -> dict[str, Any]:
-    """How a model runs here, and the cost of its forwards."""
     from truedraft.engine.memory import bytes_of_cache
     from truedraft.engine.policy import StepCosts, read_bandwidth
     from truedraft.machine import dtype_name

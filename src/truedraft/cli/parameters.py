@@ -45,8 +45,6 @@ _FIRST = {
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One option of a command."""
-
     name: str
     option: Option
     type: Any
@@ -66,11 +64,9 @@ class _Parameter:
 
     @property
     def bare_name(self) -> str:
-        """typer's name of the positional argument."""
         return f"{self.name}_alone"
 
     def for_typer(self) -> Iterator[inspect.Parameter]:
-        """The function parameters that typer reads."""
         kind = inspect.Parameter.KEYWORD_ONLY
         declared: Any = self.type
         default = inspect.Parameter.empty if self.default is dataclasses.MISSING else self.default
@@ -201,7 +197,6 @@ def read_words(kind: type[Read], words: Mapping[str, Any]) -> Read:
 
 
 def _parameters(kind: type, within: Group) -> Iterator[_Parameter]:
-    """The options of a dataclass and its groups, in order."""
     hints = _types(kind)
     for each in dataclasses.fields(kind):
         inner: Group | None = each.metadata.get("group")

@@ -9,32 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truedraft.cli import plan_report, session
 from truedraft.cli.failures import DONE, FAILED, INTERRUPTED, warn
-from truedraft.cli.plan_report import (
-    LoadOptions,
-    PlanOutput,
-    break_even_text,
-    draw_batches,
-    draw_plan,
-    plan_record,
-    print_check,
-    print_plan,
-    print_recommended,
-    report_load,
-)
 from truedraft.cli.prompts import HELDOUT, PROMPTS_HELP, PromptOptions, read_prompts
-from truedraft.cli.session import (
-    DRAFTER_HELP,
-    ReportOptions,
-    RunOptions,
-    derived_seed,
-    encoded,
-    load_alone,
-    prepare_prompts,
-    with_model,
-)
 from truedraft.cli.terminal import Terminal, interval_text, say
 from truedraft.core.params import TEXT_OPTIONS, SamplingParams
+from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
 from truedraft.errors import OptionError, errors_about
 from truedraft.options import (
     MachineOptions,
@@ -45,6 +25,7 @@ from truedraft.options import (
     group,
     option,
 )
+from truedraft.training.workspace import duration
 
 if TYPE_CHECKING:
     from truedraft.measure import Plan, Prediction
@@ -67,7 +48,7 @@ class WhatToPlan:
 
     drafter: tuple[str, ...] = option(
         (),
-        f"{DRAFTER_HELP} May be repeated. Sizes that it leaves open are tried.",
+        f"{session.DRAFTER_HELP} May be repeated. Sizes that it leaves open are tried.",
         "D",
         shown_default="all that are known to fit",
         heading="Model and drafter",
@@ -94,7 +75,7 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class PlanReport(ReportOptions):
+class PlanReport(session.ReportOptions):
     """Output of `truedraft plan`."""
 
     out: Path | None = option(None, "Write plan and pictures: a folder, or a .json file.", "PATH")
@@ -106,12 +87,12 @@ class PlanOptions:
 
     model: ModelOptions = group("Model and drafter")
     what: WhatToPlan = group("What to plan with")
-    runs: RunOptions = group("What to plan with", runs=3)
+    runs: session.RunOptions = group("What to plan with", runs=3)
     prompt: PromptOptions = group("What to plan with", without=("prompt", "prompts", "image"))
     sampling: SamplingParams = group("Answer", without=("stop", "stop_token_ids", *TEXT_OPTIONS))
     closed: ClosedForms = group("Formulas")
     what_if: Simulation = group("What if")
-    load: LoadOptions = group("Load")
+    load: plan_report.LoadOptions = group("Load")
     report: PlanReport = group("Report")
     machine: MachineOptions = group("Machine")
 
@@ -146,8 +127,6 @@ def _check_ways(options: PlanOptions) -> None:
 
 
 def _closed(options: PlanOptions) -> int:
-    from truedraft.core.theory import best_gamma, expected_tokens, least_speedup, operations_factor, pays, speedup
-
     alpha, cost = options.closed.alpha or 0.0, options.closed.cost or 0.0
     check_share("alpha", alpha)
     check_not_negative("cost", cost)
@@ -189,7 +168,7 @@ def _closed(options: PlanOptions) -> int:
         )
         said += f"while a drafted token costs less than {alpha:g} of a target call"
     terminal.print(said)
-    output = PlanOutput(options.report.out, f"{_FORMULAS}.json", terminal)
+    output = plan_report.PlanOutput(options.report.out, f"{_FORMULAS}.json", terminal)
     output.write(record)
     names = zip(list(rows[0])[1:], titles[1:], strict=True)
     lines = {name: [(row["length"], row[key]) for row in rows] for key, name in names}
@@ -215,7 +194,7 @@ def _simulate(options: PlanOptions, file: Path) -> int:
             f"{each.option.tokens_per_call.value:.2f}",
             f"{as_made[each.drafting.drafter].speedup.value:.2f}",
             interval_text(each.speedup),
-            break_even_text(made, each, what_if),
+            plan_report.break_even_text(made, each, what_if),
         )
         for each in found
     ]
@@ -233,12 +212,12 @@ def _simulate(options: PlanOptions, file: Path) -> int:
         "recommended_as_planned": made.recommended(),
         "predicted": [prediction_record(each) for each in found],
     }
-    output = PlanOutput(options.report.out, f"{_WHAT_IF}.json", terminal)
+    output = plan_report.PlanOutput(options.report.out, f"{_WHAT_IF}.json", terminal)
     if output.record is not None and output.record.resolve() == file.expanduser().resolve():
         raise OptionError("would write over the plan that it reads; name another file", field="out")
-    record |= report_load(made, options.load, terminal, output, what_if)
+    record |= plan_report.report_load(made, options.load, terminal, output, what_if)
     output.write(record)
-    draw_batches(made, found, output, _WHAT_IF, what_if)
+    plan_report.draw_batches(made, found, output, _WHAT_IF, what_if)
     if options.report.json:
         terminal.json(record)
     return DONE
@@ -253,26 +232,27 @@ def _plan(options: PlanOptions) -> int:
         if len(prompts) < (least := _LEAST_PROMPTS):
             why = f"one in {least} is kept back to check the plan"
             raise OptionError(f"must be {least} or more, for {why}; there are {len(prompts)}")
-    output = PlanOutput(options.report.out, _FILE, terminal)
-    target = load_alone(with_model(options.model), options.machine, terminal.err)
-    seeds = [None if params.seed is None else derived_seed(params.seed, number) for number in range(len(prompts))]
+    output = plan_report.PlanOutput(options.report.out, _FILE, terminal)
+    target = session.load_alone(session.with_model(options.model), options.machine, terminal.err)
+    seeds = (None if params.seed is None else session.derived_seed(params.seed, n) for n in range(len(prompts)))
     requests = [(each, dataclasses.replace(params, seed=seed)) for each, seed in zip(prompts, seeds, strict=True)]
     planned, kept_back = _split(options, target, requests)
     made = _made(options, target, planned, params, terminal)
     best = made.best()
     predicted = next((each for each in best if each.option.drafter == made.recommended()), best[0])
-    print_plan(made, best, terminal)
+    plan_report.print_plan(made, best, terminal)
     results = _run(target, predicted.option.drafter, kept_back, options.runs.runs, terminal)
     checked = _check(results, predicted, params)
     if checked["speedup"] is not None:
         made = dataclasses.replace(made, measured={predicted.option.drafter: checked["speedup"]["value"]})
-    print_check(checked, terminal)
-    print_recommended(made, predicted, terminal)
+    plan_report.print_check(checked, terminal)
+    plan_report.print_recommended(made, predicted, terminal)
     for failure in results.failures:
         say(f"error: {failure.describe()}")
-    record = plan_record(made, best, checked) | report_load(made, options.load, terminal, output)
+    record = plan_report.plan_record(made, best, checked)
+    record |= plan_report.report_load(made, options.load, terminal, output)
     output.write(made.to_dict() | {key: record[key] for key in ("predicted", "check")})
-    draw_plan(made, best, output)
+    plan_report.draw_plan(made, best, output)
     failed = bool(results.failures) or checked.get("identical") is False
     status = INTERRUPTED if results.interrupted else FAILED if failed else DONE
     if options.report.json:
@@ -286,7 +266,7 @@ def _split(
     """Three of four prompts for the plan; the fourth to check it, in groups that are answered together."""
     from truedraft.measure.bench import grouped
 
-    singles, failures = encoded(target, prepare_prompts(target, requests, options.prompt), 1)
+    singles, failures = session.encoded(target, session.prepare_prompts(target, requests, options.prompt), 1)
     for failure in failures:
         warn(f"left out: {failure.describe()}")
     usable = [(each.names[0], list(each.prompts[0]), each.params) for each in singles]
@@ -336,9 +316,6 @@ def _made(
 
 
 def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step_s: float) -> str:
-    """What is done with how many prompts, and about how long it takes."""
-    from truedraft.training.workspace import duration
-
     checked = options.runs.runs * (prompts // (_LEAST_PROMPTS - 1)) * 2
     answers = prompts * (1 + _REPLAYED * len(drafters)) + checked
     seconds = answers * options.sampling.max_tokens * step_s + _MEASURED_S * len(drafters)
@@ -349,17 +326,12 @@ def _announced(options: PlanOptions, drafters: Sequence[str], prompts: int, step
 
 
 def _run(target: LanguageModel, words: str, groups: Sequence[Group], runs: int, terminal: Terminal) -> Results:
-    """Run plain decoding and a drafter in alternation on held-out prompts."""
     from truedraft.drafters.specs import from_spec
-    from truedraft.engine import Engine
-    from truedraft.measure.bench import ENTROPY, PLAIN, OurEngine, run_all
+    from truedraft.measure.bench import PLAIN, OurEngine, run_all
 
-    room = max(32, *(len(group.prompts) for group in groups))
-    drafter = from_spec(words, target)
-    systems = [
-        OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY)),
-        OurEngine(words, Engine(target, drafter, controller="fixed", max_batch=room, entropy=ENTROPY)),
-    ]
+    batch = max(len(group.prompts) for group in groups)
+    drafted = OurEngine.of(words, target, batch, from_spec(words, target), controller="fixed")
+    systems = [OurEngine.of(PLAIN, target, batch), drafted]
     with terminal.progress("checking", len(systems) * len(groups) * runs) as progress:
         return run_all(systems, groups, runs=runs, context_length=target.context_length, progress=progress)
 

@@ -271,7 +271,6 @@ def _print_levels(found: Sequence[Level], measured: int, terminal: Terminal) -> 
 
 
 def _sentences(record: Mapping[str, Any]) -> list[str]:
-    """The load at which drafting stops to gain, and the number of replicas, in sentences."""
     stops, most = record["stops_to_pay"], record["levels"][-1]["requests"]
     if stops is None:
         said = f"drafting pays up to {most} open requests, the most of a replica"

@@ -17,11 +17,14 @@ from truedraft.cli.failures import warn
 from truedraft.cli.prompts import NamedPrompt, PromptOptions, PromptRequest
 from truedraft.cli.terminal import say
 from truedraft.core.params import SamplingParams
+from truedraft.drafters.specs import from_spec
 from truedraft.engine.policy.specs import controller_from_spec, controller_help
 from truedraft.errors import OptionError, PromptError, TruedraftError, errors_about
 from truedraft.files import SMOLLM2, named_adapter, user_path
+from truedraft.models import embedded
 from truedraft.options import UNNAMED, MachineOptions, ModelOptions, flag, option, read_bytes
 from truedraft.progress import STAGES
+from truedraft.verification.specs import rule_from_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,9 +115,7 @@ def named_model(typed: str) -> str:
     """The named model; by default `smollm2` if it is installed, else the embedded target, with a line that names it."""
     if typed != UNNAMED:
         return typed
-    from truedraft.models.embedded import smollm2_missing
-
-    if (missing := smollm2_missing()) is None:
+    if (missing := embedded.smollm2_missing()) is None:
         say(f"no --model is named: {SMOLLM2}, which is installed, is taken")
         return SMOLLM2
     say(f"no --model is named: embedded:target, a fixture of tests, is taken; for {SMOLLM2} run {missing}")
@@ -136,8 +137,6 @@ def check_rule(spec: str, params: SamplingParams, field: str = "seed") -> None:
 
     Raises OptionError if there is no such rule, or a seed is given with a lossy one.
     """
-    from truedraft.verification.specs import rule_from_spec
-
     rule = rule_from_spec(spec)
     if params.seeded:
         rule.check_seed(field)
@@ -152,10 +151,7 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
         raise OptionError(
             f"names the drafter, and --drafter {drafters[0]} names one as well; leave one of them out", field="plan"
         )
-    from truedraft.measure import read_plan
-
-    with errors_about("plan"):
-        found = read_plan(plan)
+    found = _read_plan(plan)
     names = ("temperature", "top_k", "top_p", "min_p")
     pairs = [(f"{name} {found.sampling.get(name)}", f"{name} {getattr(params, name)}") for name in names]
     with_seed = bool(found.sampling.get("temperature")) and found.sampling.get("seed") is not None
@@ -168,13 +164,16 @@ def planned_drafter(plan: Path, drafters: Sequence[str], params: SamplingParams)
 
 def plan_for(file: Path | None, target: LanguageModel) -> Plan | None:
     """The plan in a file, if there is one; CompositionError says for which other model, machine or version it is."""
-    if file is None:
-        return None
+    return None if file is None else _read_plan(file, target)
+
+
+def _read_plan(file: Path, target: LanguageModel | None = None) -> Plan:
     from truedraft.measure import read_plan
 
     with errors_about("plan"):
         plan = read_plan(file)
-        plan.check(target)
+        if target is not None:
+            plan.check(target)
     return plan
 
 
@@ -198,13 +197,10 @@ def load_engine(
     and grammars of their answers. `cache_share` limits the KV cache on a CPU to a share of free memory if no bytes were
     given. Raises TruedraftError if something does not exist, cannot be loaded, or does not fit.
     """
-    from truedraft.verification.specs import rule_from_spec
-
     most = None if stack.max_cache_bytes is None else read_bytes("max_cache_bytes", stack.max_cache_bytes)
     with waiting(console, f"loading {stack.model}") as update:
         rule, controller = rule_from_spec(stack.rule), controller_from_spec(stack.controller)
         from truedraft.drafters.prediction import with_own_drafts
-        from truedraft.drafters.specs import from_spec
         from truedraft.engine import Engine
         from truedraft.engine.policy.sizes import sized
 

@@ -56,7 +56,6 @@ class Terminal:
 
     @property
     def colour(self) -> bool:
-        """Whether standard output shows colours."""
         return self.out.is_terminal and self.out.color_system is not None and not self.out.no_color
 
     def write(self, text: str) -> None:
@@ -87,7 +86,6 @@ class Terminal:
         self.err.print(visible(text), style="dim", soft_wrap=True)
 
     def json(self, record: dict[str, Any]) -> None:
-        """Write the last line of standard output."""
         self.end_line()
         self.write(json_line(record))
 
@@ -254,17 +252,12 @@ def output_was_taken() -> bool:
     return True
 
 
-_COLOURS = {
-    Origin.ACCEPTED: Style(color="green"),
-    Origin.RECOVERED: Style(color="red", bold=True),
-    Origin.BONUS: Style(color="blue", bold=True),
+_MARKS = {
+    Origin.ACCEPTED: (Style(color="green"), "", "", "drafted and accepted"),
+    Origin.RECOVERED: (Style(color="red", bold=True), "⟦", "⟧", "recovered (drawn after a rejection)"),
+    Origin.BONUS: (Style(color="blue", bold=True), "⟨", "⟩", "bonus (nothing was rejected)"),
 }
-_BRACKETS = {Origin.ACCEPTED: ("", ""), Origin.RECOVERED: ("⟦", "⟧"), Origin.BONUS: ("⟨", "⟩")}
-_MEANINGS = {
-    Origin.ACCEPTED: "drafted and accepted",
-    Origin.RECOVERED: "recovered (drawn after a rejection)",
-    Origin.BONUS: "bonus (nothing was rejected)",
-}
+"""The colour, the brackets without colours, and the meaning of each token's mark."""
 
 
 class TokenPainter:
@@ -310,16 +303,14 @@ class TokenPainter:
 
 
 def _marked(text: str, origin: Origin, colour: bool) -> str:
+    style, opening, closing, _ = _MARKS[origin]
     text = visible(text)
-    if colour:
-        return _COLOURS[origin].render(text, color_system=ColorSystem.STANDARD)
-    opening, closing = _BRACKETS[origin]
-    return f"{opening}{text}{closing}"
+    return style.render(text, color_system=ColorSystem.STANDARD) if colour else f"{opening}{text}{closing}"
 
 
 def legend(colour: bool) -> str:
     """The meaning of the marks in one line, itself marked."""
-    return " · ".join(_marked(text, origin, colour) for origin, text in _MEANINGS.items())
+    return " · ".join(_marked(text, origin, colour) for origin, (*_, text) in _MARKS.items())
 
 
 def writer(tokenizer: Tokenizer | None, terminal: Terminal, show_drafts: bool) -> Callable[[Piece], None]:

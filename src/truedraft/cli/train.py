@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truedraft.cli.failures import DONE, INTERRUPTED, error_record, warn
-from truedraft.cli.session import ReportOptions, named_model
-from truedraft.cli.terminal import say
+from truedraft.cli.session import ReportOptions, named_model, quiet_hub, set_threads
+from truedraft.cli.terminal import Terminal, say
 from truedraft.cli.train_options import DraftOptions, DraftRunOptions, HeadOptions, JobOptions, NgramOptions, options_of
 from truedraft.drafters.kinds import KINDS, dotted
+from truedraft.drafters.registry import TABLE, Registry, TrainedDrafter
 from truedraft.errors import DataError, OptionError, TrainingError
 from truedraft.models.embedded import FOR_HEADS, FOR_TABLES, refuse_no_text
 from truedraft.options import check_positive
 from truedraft.server.cluster import ray_module
+from truedraft.training.workspace import PLACES, WORK, TimeBudget, clear_work, duration, finish_work, refuse_busy
 
 if TYPE_CHECKING:
-    from truedraft.cli.terminal import Terminal
     from truedraft.progress import Progress
     from truedraft.training.loop import Callbacks, Saved
     from truedraft.training.options import Trains
     from truedraft.training.report import Tracker
     from truedraft.training.texts.answer_writer import Elsewhere, WritingConfig
-    from truedraft.training.workspace import TimeBudget
 
 _KEPT = ("answers.json", "questions.json")  # of the target's text for training
 _QUIET_S = 120.0  # between two lines on one kind of work, without a terminal
@@ -98,10 +98,7 @@ def draft(options: DraftOptions) -> int:
 
 
 def _lengths(run: DraftRunOptions) -> tuple[int, int]:
-    """Tokens per sequence, before and in the decay; by default the longest lengths that divide the tokens of a step.
-
-    Raises OptionError if one does not divide them.
-    """
+    """Tokens per sequence, before and in the decay; by default the longest that divide the tokens of a step."""
     step, found = run.tokens_per_step, []
     lengths = ("--length", run.length, _LENGTH), ("--decay-length", run.decay_length, _DECAY_LENGTH)
     for option_, given, usual in lengths:
@@ -125,7 +122,6 @@ def heads(word: str) -> Callable[[Any], int]:
 
 
 def _train_heads(kind: str, options: HeadOptions) -> int:
-    """Train heads of a kind; TruedraftError if they cannot be trained."""
     job = options.job
 
     def train(model: str, callbacks: Callbacks, budget: TimeBudget, device: str) -> Any:
@@ -198,12 +194,8 @@ def _run(
     model = named_model(job.model)
     if kind != "draft":
         refuse_no_text(model, job.data, FOR_TABLES if kind == "ngram" else FOR_HEADS)
-    from truedraft.training.workspace import WORK, TimeBudget, finish_work
-
     budget = TimeBudget(options.run.minutes)
     from truedraft.cli import train_report
-    from truedraft.cli.session import quiet_hub, set_threads
-    from truedraft.cli.terminal import Terminal
     from truedraft.machine import pick_device
     from truedraft.training.processes import Processes, joined
     from truedraft.training.report import Tracker
@@ -245,7 +237,6 @@ def _run(
 def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks:
     """Notes above the bar, if there is one; a line for each checkpoint without a terminal."""
     from truedraft.training.loop import Callbacks
-    from truedraft.training.workspace import duration
 
     def note(sentence: str) -> None:
         terminal.err.print(f"truedraft: note: {' '.join(sentence.split())}", soft_wrap=True)
@@ -264,8 +255,6 @@ def _told(terminal: Terminal, bars: _Bars, tracker: Tracker | None) -> Callbacks
 
 def _register(terminal: Terminal, folder: Path) -> bool:
     """Register a trained drafter for `auto`, and print it; returns whether that was possible."""
-    from truedraft.drafters.registry import Registry, TrainedDrafter
-
     made = TrainedDrafter.read(folder)
     if made is None:
         warn(f"{folder} does not say which target it is for; name it with --drafter")
@@ -286,13 +275,7 @@ def _register(terminal: Terminal, folder: Path) -> bool:
 
 
 def _check_folder(kind: str, job: JobOptions) -> None:
-    """Refuse a folder that holds other files than the training to be resumed.
-
-    OptionError says what is there, such as another process that is training.
-    """
-    from truedraft.drafters.registry import TABLE
-    from truedraft.training.workspace import WORK, refuse_busy
-
+    """Refuse a folder that holds other files than the training to be resumed, or where a process is training."""
     out, resume, table = job.out, job.resume, kind == "ngram"
     problem = None
     if out.exists() and not out.is_dir():
@@ -313,7 +296,6 @@ def _check_folder(kind: str, job: JobOptions) -> None:
 
 
 def _check_stage(job: JobOptions, stage: int) -> None:
-    """Refuse to resume in the folder of the other stage."""
     out, second = job.out, (job.out / "stage-1").is_dir()
     if job.resume and stage == 1 and second:
         raise OptionError(
@@ -328,13 +310,7 @@ def _check_stage(job: JobOptions, stage: int) -> None:
 
 
 def _clean(job: JobOptions, report: ReportOptions) -> int:
-    """Remove working files, print the freed bytes, and return the exit status.
-
-    Raises OptionError if there are none, or a process is training there.
-    """
-    from truedraft.cli.terminal import Terminal
     from truedraft.machine import in_bytes
-    from truedraft.training.workspace import clear_work
 
     freed, terminal, out = clear_work(job.out), Terminal(), job.out
     terminal.out.print(f"removed the working files of the training in {out}: {in_bytes(freed)} freed", soft_wrap=True)
@@ -346,7 +322,6 @@ def _clean(job: JobOptions, report: ReportOptions) -> int:
 def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     """How to use what is kept of an interrupted training: also before the first checkpoint, if it `keeps_answers`."""
     from truedraft.training.loop import CHECKPOINT, checkpoint_of
-    from truedraft.training.workspace import PLACES, WORK
 
     same = "the same command" if job.resume else "the same command with --resume"
     for place in (job.out / each for each in PLACES):
@@ -364,26 +339,20 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     return f"interrupted; {same} goes on, with the answers that are written"
 
 
-class _Bars:
+class _Bars(contextlib.ExitStack):
     """One bar after another, one for each kind of work."""
 
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self._terminal = terminal
-        self._stack = contextlib.ExitStack()
         self._what: str | None = None
         self._update: Progress = lambda done, remark: None
         self._said = time.monotonic()
 
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def show(self, what: str, done: int, total: int, remark: str) -> None:
         if what != self._what:
-            self._stack.close()
-            self._update = self._stack.enter_context(self._terminal.progress(what, total))
+            self.close()
+            self._update = self.enter_context(self._terminal.progress(what, total))
             self._what, self._said = what, time.monotonic()
         self._update(done, remark)
         quiet = what == "training" or self._terminal.err.is_terminal  # training has a line for each checkpoint

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from truedraft.core.params import SamplingParams
 from truedraft.core.theory import CostCurve, DraftCost, TargetCost
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.base import Drafter
+from truedraft.drafters.draft_model import DraftModel
 from truedraft.drafters.kinds import KINDS
 from truedraft.drafters.registry import find_drafters
 from truedraft.drafters.specs import auto_members, from_spec
@@ -41,10 +42,6 @@ from truedraft.measure.walks import Walk, check_walkable, walk_along
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.padding import unpadded_name
 from truedraft.options import Words, read_record
-
-if TYPE_CHECKING:
-    from truedraft.drafters.draft_model import DraftModel
-
 
 LONGEST = 12  # longest chain that is tried where no length is given
 _LENGTH, _BRANCHING, _NODES = "num_speculative_tokens", "branching", "nodes"
@@ -132,7 +129,7 @@ def candidates_of(
             "compare both by truedraft generate --compare"
         )
     if _CHAINS in known and not chosen & {_LENGTH, _BRANCHING}:
-        return _drafts(words, typed, cast("DraftModel", base), params)
+        return _drafts(words, typed, cast(DraftModel, base), params)
     if _LENGTH in known and _LENGTH not in chosen:
         return [_of_sizes(words, typed, target, _LENGTH, range(1, LONGEST + 1))]
     return [_whole(typed, base)]

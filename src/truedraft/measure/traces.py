@@ -103,13 +103,12 @@ def trace_answers(
     finally:
         for request in running.values():
             engine.cancel(request)
-    for (name, _, _), request in zip(prompts, requests, strict=True):
+    found = []
+    for (name, _, params), request, last in zip(prompts, requests, ends, strict=True):
         if request.error is not None:
             raise ModelError(f"the target failed at prompt {name}: {request.error}") from request.error
         if request.warnings:
             raise ModelError(f"prompt {name} could not be followed: {request.warnings[0]}")
-    found = []
-    for (name, _, params), request, last in zip(prompts, requests, ends, strict=True):
         prompt, tokens = request.tokens[: request.prompt_tokens], tuple(request.tokens[request.prompt_tokens :])
         stopped, limit = bool(tokens) and tokens[-1] in last, request.most_tokens
         seen = watcher.seen_of(request.id)
@@ -130,13 +129,11 @@ def traces_of_answers(
     """
     watcher = StepWatcher.of(drafters, drawn=is_drawn(params))
     room = max((len(answer) for _, answer, _ in answers), default=0)
-    for number, (prompt, answer, _) in enumerate(answers):
-        request = DraftRequest(number, params)
-        whole = watcher.features is not None and watcher.features.of_prompts
-        for outcome in _plain_steps(target, watcher.layers, prompt, answer, whole=whole):
-            watcher.observe([request], [outcome])
+    whole = watcher.features is not None and watcher.features.of_prompts
     found = []
     for number, (prompt, answer, stopped) in enumerate(answers):
+        for outcome in _plain_steps(target, watcher.layers, prompt, answer, whole=whole):
+            watcher.observe([DraftRequest(number, params)], [outcome])
         limit, seen = len(prompt) + room, watcher.seen_of(number)
         found.append(AnswerTrace(str(number), tuple(prompt), tuple(answer), params, number, limit, stopped, **seen))
     return found

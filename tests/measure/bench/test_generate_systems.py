@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from cli.tiny import save_tiny_llama
 from measure.peers.test_transformers import noisy
@@ -14,7 +13,6 @@ from truedraft import Engine
 from truedraft.core.params import SamplingParams
 from truedraft.measure.bench import Suite, load_suite
 from truedraft.measure.bench.suite import ASSISTED, GenerateSystem
-from truedraft.measure.peers.transformers import Generate
 from truedraft.options import MachineOptions, ModelOptions
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -98,19 +96,6 @@ def test_settings_are_kept_apart(all_peers: Suite) -> None:
     assert schedules[1] is not None and schedules[1].num_assistant_tokens != 5
 
 
-def test_answers_end_where_ours_do(all_peers: Suite) -> None:
-    """With an id of the greedy answer as end of text, peers stop before it too; so they do in a batch."""
-    answer = plain_tokens(all_peers, [PROMPT], GREEDY)[0]
-    end = next(token for place, token in enumerate(answer) if place > 3 and token not in answer[:place])
-    stopping = SamplingParams(max_tokens=24)
-    system = GenerateSystem("stopping", Generate(peer(all_peers, "transformers").engine.model, (end,)))
-    expected = tuple(answer[: answer.index(end)])
-    assert system.answer([PROMPT], stopping).token_ids == (expected,)
-    assert system.answer([PROMPT], GREEDY).token_ids == (tuple(answer),)
-    together = system.answer([PROMPT, SHORT], stopping)
-    assert together.token_ids[0] == expected
-
-
 def test_a_batch_is_padded_on_the_left(folders: tuple[str, str]) -> None:
     found = load(folders, batch=2)
     assert [each.name for each in found.peers] == ["transformers"]
@@ -126,17 +111,6 @@ def test_without_a_draft_model(folders: tuple[str, str]) -> None:
     names = ["plain", "prompt-lookup", "transformers", "transformers lookup"]
     assert [each.name for each in found.systems] == names
     assert "no draft model is among the drafters" in found.notes[-1]
-
-
-def test_sampling_is_seeded_and_leaves_the_global_state(all_peers: Suite) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5, ignore_eos=True)
-    system = peer(all_peers, "transformers")
-    state = torch.get_rng_state()
-    first = system.answer([PROMPT], params).token_ids
-    assert torch.equal(torch.get_rng_state(), state)
-    assert system.answer([PROMPT], params).token_ids == first
-    other = SamplingParams(max_tokens=12, temperature=1.0, seed=6, ignore_eos=True)
-    assert system.answer([PROMPT], other).token_ids != first
 
 
 def test_drafters_have_names_of_their_own(folders: tuple[str, str]) -> None:

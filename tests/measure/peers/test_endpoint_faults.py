@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import math
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ from truedraft import SamplingParams
 from truedraft.errors import PeerError
 from truedraft.measure.peers import Endpoint, Patience, Question, Reply, calling
 from truedraft.measure.peers.calling import Caller
+from truedraft.measure.peers.recovery import ReceivedAnswer, Recovery
 from truedraft.text import Tokenizer
 
 GOOD, BAD = (5, 6), (7, 8)  # prompts
@@ -325,3 +327,13 @@ def test_a_mistake_of_ours_is_raised(server: ScriptedServer, monkeypatch: pytest
         monkeypatch.setattr(endpoint, "_recovery", None)
         with pytest.raises(AttributeError):
             endpoint.ask([Question(GOOD, SamplingParams())])
+
+
+ASKED = Question((1, 2), SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf])
+def test_log_probabilities_that_are_no_numbers_are_as_good_as_none(broken: float) -> None:
+    recovery = Recovery(None, vocab_size=8)
+    for values, read in ((-1.0, -2.0), (-1.0, -2.0)), ((-1.0, broken), None):
+        assert recovery.reply(ReceivedAnswer(None, "length", (3, 4), (3, 4), values), ASKED).logprobs == read

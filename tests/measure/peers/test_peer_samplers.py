@@ -90,7 +90,7 @@ def test_sglang_is_called_with_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.tree_speculative_sampling_target_only = walk  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sgl_kernel", stand_in)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(samplers, "_cuda", lambda: torch.device("cpu"))
+    monkeypatch.setattr(samplers, "_DEVICE", "cpu")
     found = certify_sampler(load_sampler(spec("sglang")), seconds=LONG, rows=60)
     assert "fault" not in found.findings[0].facts
     formula = certify_sampler(load_sampler(spec("sglang_formula")), seconds=LONG, rows=60)

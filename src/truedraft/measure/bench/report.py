@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from truedraft.core.stats import PROBE, Counters
 from truedraft.engine.policy.decisions import END, NOT_ASKED, Decisions
 from truedraft.errors import DataError
+from truedraft.files import write_errors
 from truedraft.measure.bench.answers import VocabularyCost
 from truedraft.measure.bench.plots import draw_all, draw_decisions, draw_drafted
 from truedraft.measure.bench.runs import Results, Row
@@ -359,20 +359,16 @@ class OutputFolder:
         check_drawing("plots and report", "leave --out away")
         self.folder = folder.expanduser()
         self._made = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
-        try:
+        with write_errors(folder, "cannot write into"):
             self._had_rows = (self.folder / _ROWS).exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._rows: IO[str] = (self.folder / _ROWS).open("a", encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"cannot write into {str(folder)!r}: {error.strerror or error}") from error
         self._begun = False
 
     def __enter__(self) -> OutputFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it; the created folder is removed if nothing was written, as with a drafter that does not exist."""
         self._rows.close()
         if not self._begun and not self._had_rows and not (self.folder / _RECORD).exists():
@@ -386,14 +382,12 @@ class OutputFolder:
 
         Raises DataError if it cannot be written.
         """
-        try:
+        with write_errors(self.folder / _ROWS):
             if not self._begun:
                 self._rows.truncate(0)
                 self._begun = True
             self._rows.write(json.dumps(row.as_dict() | dict(about or {}), allow_nan=False) + "\n")
             self._rows.flush()
-        except OSError as error:
-            raise DataError(f"cannot write {str(self.folder / _ROWS)!r}: {error.strerror or error}") from error
 
     def finish(
         self,

@@ -100,11 +100,7 @@ class GenerateSystem(System):
 @contextlib.contextmanager
 def _counting(model: Module | None) -> Iterator[list[None]]:
     calls: list[None] = []
-
-    def count(*_: Any) -> None:
-        calls.append(None)
-
-    handle = None if model is None else model.register_forward_pre_hook(count)
+    handle = None if model is None else model.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
         yield calls
     finally:
@@ -125,6 +121,11 @@ class OurEngine(System):
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
+
+    @classmethod
+    def of(cls, name: str, target: LanguageModel, batch: int, drafter: Drafter | None = None, **how: Any) -> OurEngine:
+        """An engine for `batch` prompts at once; `how` are further arguments of `Engine`."""
+        return cls(name, Engine(target, drafter, max_batch=max(_LEAST_BATCH, batch), entropy=ENTROPY, **how))
 
     def answer(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -205,8 +206,8 @@ class Suite:
 
     def redraft(self, system: OurEngine, drafter: Drafter) -> None:
         """Replace the drafter of one of our engines; CompositionError if the drafter does not fit."""
-        controller, room = controller_from_spec(self.controller), _room(self.batch)
-        system.engine = Engine(self.target, drafter, system.engine.rule, controller, max_batch=room, entropy=ENTROPY)
+        how = {"rule": system.engine.rule, "controller": controller_from_spec(self.controller)}
+        system.engine = OurEngine.of(system.name, self.target, self.batch, drafter, **how).engine
 
 
 def load_suite(
@@ -228,15 +229,14 @@ def load_suite(
     """
     lossless = rule_from_spec(rule).lossless
     target = load_model(model.model, **model.of_target, **machine.of_models)
-    room = _room(batch)
-    ours = [OurEngine(PLAIN, Engine(target, max_batch=room, entropy=ENTROPY))]
+    ours = [OurEngine.of(PLAIN, target, batch)]
     notes = _dtype_notes(machine.dtype, target)
     for spec in drafters:
         if spec != _NO_DRAFTER:
             drafter = from_spec(spec, target, drafters_dir, tell=notes.append)
             name = _short_name(spec, [each.name for each in ours])
-            engine = Engine(target, drafter, rule_from_spec(rule), controller, max_batch=room, entropy=ENTROPY)
-            ours.append(OurEngine(name, engine))
+            how = {"rule": rule_from_spec(rule), "controller": controller}
+            ours.append(OurEngine.of(name, target, batch, drafter, **how))
             if len(drafter.members) > 1:
                 notes.append(f"{name} is {' + '.join(drafter.members)}")
     suite = Suite(target, lossless, ours, notes=notes, batch=batch, controller=controller)
@@ -256,10 +256,6 @@ def check_peers(names: Sequence[str]) -> None:
     for name in names:
         if name not in PEERS:
             raise UnknownOptionError.nearest("peer", name, PEERS)
-
-
-def _room(batch: int) -> int:
-    return max(_LEAST_BATCH, batch)
 
 
 def _short_name(spec: str, taken: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from truedraft.errors import OptionError, PeerError, first_line
 
@@ -30,16 +30,6 @@ _FIELDS = (b"", b"event", b"id", b"retry")
 _BUSY = {429: "too many requests", 503: "unavailable"}
 
 
-class Clock(Protocol):
-    """A source of time as the module `time`; tests replace it."""
-
-    def monotonic(self) -> float: ...
-
-    def time(self) -> float: ...
-
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long to wait for a busy server."""
@@ -48,7 +38,7 @@ class Patience:
     first_s: float = 1.0  # the first wait, where the server names none; each further one is twice as long
     longest_s: float = 60.0
     retries: int = 3  # of a request with a connection that closes before its answer is complete
-    clock: Clock = time
+    clock: Any = time  # has `monotonic`, `time` and `sleep`; tests replace it
     jitter: Callable[[], float] = field(default=random.random)  # returns a number in [0, 1)
 
     def wait_s(self, attempt: int) -> float:

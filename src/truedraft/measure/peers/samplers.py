@@ -19,6 +19,7 @@ from truedraft.errors import MissingExtraError, OptionError
 
 _EPSILON = 0.09  # Medusa's posterior_threshold; its posterior_alpha is the square root
 _FILL = -1
+_DEVICE = "cuda"  # of SGLang's kernel
 
 
 def transformers(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> list[list[int]]:
@@ -36,19 +37,27 @@ def transformers(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tenso
     return emitted
 
 
-def vllm(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
+def vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tensor) -> Tensor:
     """vLLM's `RejectionSampler` (v1), complete, at temperature 1, for sampled drafts.
 
     In the CPU build its kernels are C++ functions in place of Triton's, requested here as vLLM's engine does.
 
     Raises MissingExtraError without vLLM.
     """
-    return _vllm(draft_tokens, draft_probs, target_logits)
+    parts = _vllm_parts()
+    out = parts.sampler(
+        _vllm_drafts(parts, draft_tokens),
+        None if draft_probs is None else draft_probs.flatten(0, 1).contiguous().to(parts.device),
+        target_logits.flatten(0, 1).contiguous().to(parts.device),
+        _vllm_options(parts, len(draft_tokens)),
+    )
+    tokens: Tensor = out.sampled_token_ids
+    return tokens
 
 
 def vllm_ngram(draft_tokens: Tensor, target_logits: Tensor) -> Tensor:
     """`vllm` as it is called for n-gram drafts: without the draft's probabilities; MissingExtraError without vLLM."""
-    return _vllm(draft_tokens, None, target_logits)
+    return vllm(draft_tokens, None, target_logits)
 
 
 def vllm_rule(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Tensor) -> Tensor:
@@ -90,7 +99,7 @@ def sglang(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
         raise OptionError("SGLang's sampler is a CUDA kernel, and this machine has no CUDA device; see sglang_formula")
     batch, drafted = draft_tokens.shape
     nodes = drafted + 1  # the root, the last token of the text, and the drafted tokens
-    device = _cuda()
+    device = torch.device(_DEVICE)
     index = torch.arange(batch * nodes, device=device).view(batch, nodes)
     following = torch.arange(1, nodes + 1, device=device).expand(batch, nodes).clone()
     following[:, -1] = _FILL
@@ -152,10 +161,6 @@ def medusa(draft_tokens: Tensor, target_probs: Tensor) -> Tensor:
     return _emitted(draft_tokens, stays, target_probs.argmax(-1))
 
 
-def _cuda() -> torch.device:
-    return torch.device("cuda")
-
-
 def _judged(draft_tokens: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
     """p `[batch, k, vocab]` at the places of drafts, and p(x) `[batch, k]` of the drafted tokens."""
     p = target_probs[:, :-1]
@@ -201,18 +206,6 @@ def _vllm_parts() -> SimpleNamespace:
         processors=LogitsProcessors,
         device=torch.device("cpu" if current_platform.is_cpu() else "cuda"),
     )
-
-
-def _vllm(draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tensor) -> Tensor:
-    parts = _vllm_parts()
-    out = parts.sampler(
-        _vllm_drafts(parts, draft_tokens),
-        None if draft_probs is None else draft_probs.flatten(0, 1).contiguous().to(parts.device),
-        target_logits.flatten(0, 1).contiguous().to(parts.device),
-        _vllm_options(parts, len(draft_tokens)),
-    )
-    tokens: Tensor = out.sampled_token_ids
-    return tokens
 
 
 def _vllm_drafts(parts: SimpleNamespace, draft_tokens: Tensor) -> Any:

@@ -25,6 +25,7 @@ from truedraft.errors import PeerError
 from truedraft.measure.peers.asking import FILTERS, Peer, PeerFacts, Question, Reply
 from truedraft.models.base import LanguageModel
 from truedraft.models.loading import quiet_transformers, read_model, resolve_source
+from truedraft.models.padding import pad_model
 
 LOOKUP_TOKENS = 10  # as in transformers' documentation
 _TAKES = (
@@ -40,10 +41,7 @@ def load_stock(name: str, ours: LanguageModel, pad_to: str | None) -> PreTrained
     """
     source = resolve_source(name)
     model = read_model(source, name, ours.dtype)
-    if pad_to is not None:
-        from truedraft.models.padding import pad_model
-
-        model = pad_model(model, pad_to)
+    model = model if pad_to is None else pad_model(model, pad_to)
     return model.to(ours.device).eval()
 
 
