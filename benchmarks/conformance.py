@@ -347,16 +347,15 @@ class Family:
 
 
 def mechanism_of(model: HuggingFaceModel) -> str:
-    kind = type(model._backend).__name__.removesuffix("Backend")
     if model.sources is not None:
         return "encoder-decoder, one text at a time"
-    if kind == "Alone":
-        return "one text at a time"
-    if kind == "Copied":
-        return "one text at a time, behind copies of its cache"
-    if kind == "WholeText":
-        return "the whole text at every step"
-    return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"
+    kind = type(model._backend).__name__.removesuffix("Backend")
+    alone = {
+        "Alone": "one text at a time",
+        "Copied": "one text at a time, behind copies of its cache",
+        "WholeText": "the whole text at every step",
+    }
+    return alone.get(kind, f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})")
 
 
 def examine(
