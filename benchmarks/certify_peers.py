@@ -35,7 +35,6 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.models.base import LanguageModel
 
-OUT = RESULTS / "certify_peers.jsonl"
 SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 """Temperatures, each with a top-p."""
 PROMPT_TOKENS = 48
@@ -121,7 +120,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run of a cell")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "certify_peers.jsonl")
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import itertools
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from common import RESULTS, ROOT, Lines, heldout_texts, note
+from common import RESULTS, Lines, commit, heldout_texts, note
 from contest import estimate, one_round
 from deciding_report import BATCHES, DEFAULT, DRAFTED, HEURISTIC, RATIOS, SIZES, cell_name, markdown
 from deciding_sets import PROSE, SETS, groups_of, prompt_sets
@@ -45,19 +44,12 @@ SHARES_S = {"own": 40.0, "110M": 100.0, "500M": 400.0}
 FORM = 2  # of the lines
 
 
-def version_key() -> str:
-    """A hash of the sources: cells of other code are other cells."""
-    found = hashlib.sha256()
-    for file in sorted((ROOT / "src").rglob("*.py")):
-        found.update(file.name.encode() + file.read_bytes())
-    return found.hexdigest()[:12]
-
-
 class Lab:
     """The embedded target at one size, the sets of prompts, and the engines that learn nothing."""
 
     def __init__(self, size: str) -> None:
         self.size = size
+        gc.collect()  # what is left of another size
         self.target = load_model("embedded:target", dtype="bfloat16", pad_to=None if size == "own" else size)
         gc.freeze()  # a full collection would look through all that is loaded, in the turn of whoever it meets
         assert self.target.tokenizer is not None
@@ -155,14 +147,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=80.0, help="of this sitting")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cells whose name holds one of these")
-    parser.add_argument("--key", help="name of the version, in place of a hash of its sources")
+    parser.add_argument("--key", help="name of the version, in place of its commit")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "deciding.jsonl")
     parser.add_argument("--report", action="store_true", help="measure nothing; print the tables of what is there")
     asked = parser.parse_args()
     # Lines without `form` are of another script, at commit e210c5fd.
     last = [line["key"] for line in Lines(asked.out, form=FORM).records[-1:]] if asked.report else []
-    kept, failed = Lines(asked.out, form=FORM, key=asked.key or (last or [version_key()])[0]), 0
+    kept, failed = Lines(asked.out, form=FORM, key=asked.key or (last or [commit()])[0]), 0
     if not asked.report and left(kept, asked.only):
         torch.set_num_threads(asked.threads)
         kept.add({"what": "sitting", "machine": machine_facts(), "threads": asked.threads, "dtype": "bfloat16"})

@@ -42,7 +42,6 @@ from truedraft.measure.peers import Question
 from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.models.embedded import smollm2_file
 
-OUT = RESULTS / "peers_real.jsonl"
 DRAFT_FILE = ROOT / "packages" / "truedraft-smollm2" / "src" / "truedraft_smollm2" / "draft" / "draft-Q4_0.gguf"
 PEERS = ("llama.cpp", "OpenVINO", "vLLM", "transformers")
 CELLS = ("decode", "first", "requests", "batched", "perplexity", "memory")
@@ -438,7 +437,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=45.0)
     parser.add_argument("--commit", default=commit(), help="of the turns that are there; this checkout's")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "peers_real.jsonl")
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()
     if asked.prompts is None and not asked.report:

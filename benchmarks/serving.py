@@ -35,7 +35,6 @@ from serving_load import Answered, Load, LoadResult, Request, closed_loop, open_
 if TYPE_CHECKING:
     from truedraft import Engine
 
-OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
 SIZE = "500M"
 ROWS = {
@@ -338,7 +337,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--vllm", type=Path, default=VLLM)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "serving.jsonl")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--as-engine", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
