@@ -146,10 +146,8 @@ test-scale: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest tests/server/cluster -rs -m "$(or $(SCALE),slow or not slow)"
 	$(BIN)/python -m pytest tests/models/test_tensor_parallel.py -rs -m scale
 
-# Two replicas under twenty thousand requests and a kill every twenty seconds, and what Ray costs: docs/deploy.md. A
-# quarter of an hour.
+# Two replicas under twenty thousand requests and a kill every twenty seconds: docs/deploy.md. A quarter of an hour.
 bench-scale: $(RAY)/.installed
-	$(SMOLLM2)
 	$(RAY)/bin/python benchmarks/ray_replicas.py
 
 # llama.cpp's server, its benchmark of batches and its script for models, of the source that llama-cpp-python carries;

@@ -32,8 +32,6 @@ from truedraft.drafters.specs import from_spec
 from truedraft.machine import dtype_name
 from truedraft.measure.bench.prompts import read_questions, spread
 from truedraft.models.base import LanguageModel
-from truedraft.training.evaluate import predicted
-from truedraft.training.texts.self_distillation import SelfDistillationData, WrittenAnswer
 
 LONGEST = 1500
 """Characters of a question that are asked."""
@@ -53,26 +51,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     parser.add_argument("--entropy", type=int, default=1, help="fixes the noise of sampled answers")
-    parser.add_argument("--foretell", action="store_true", help="on other questions, what acceptance is to be expected")
     parser.add_argument("--out", type=Path, default=RESULTS / "acceptance.jsonl")
     options = parser.parse_args()
     target, lines = load_model(options.model), Lines(options.out)
-    count = options.limit * (1 + options.foretell)
     if options.text is None:
-        questions = {name: encoded(target, options.prompts / name, count) for name in options.sets}
+        asked = {name: encoded(target, options.prompts / name, options.limit) for name in options.sets}
     else:
-        questions = {f"{length} tokens": pieces(target, options.text, length, count) for length in options.lengths}
-    asked = {name: some[:: 1 + options.foretell] for name, some in questions.items()}
-    others = [ids for some in questions.values() for ids in some[1::2]] if options.foretell else []
-    texts = {heat: written(target, others, options, heat) for heat in options.temperatures if options.foretell}
+        asked = {f"{length} tokens": pieces(target, options.text, length, options.limit) for length in options.lengths}
     for word in options.drafters:
         drafter = from_spec(word, target)
         for temperature in options.temperatures:
             engine = Engine(target, drafter, controller="fixed", entropy=options.entropy)
             found = measured(engine, asked, SamplingParams(options.max_tokens, temperature), alone=options.alone)
-            promised = predicted(target, texts[temperature], temperature, drafter) if options.foretell else None
-            if promised is not None:
-                found["foretold"] = asdict(promised)
             how = {"prompts": options.limit, "max_tokens": options.max_tokens, "entropy": options.entropy}
             who = {"model": target.name, "dtype": dtype_name(target.dtype), "drafter": word}
             lines.add({**who, "temperature": temperature, **how, **found})
@@ -90,19 +80,6 @@ def pieces(target: LanguageModel, file: Path, length: int, limit: int) -> list[l
     if len(ids) < length:
         raise SystemExit(f"{str(file)!r} has {len(ids)} tokens, and {length} are asked for; name a longer text")
     return [ids[first : first + length] for first in np.linspace(0, len(ids) - length, limit, dtype=int).tolist()]
-
-
-def written(
-    target: LanguageModel, prompts: list[list[int]], options: argparse.Namespace, temperature: float
-) -> SelfDistillationData:
-    stop_id, params = target.eos_token_ids[0], SamplingParams(options.max_tokens, temperature)
-    answers = Engine(target, entropy=options.entropy + 1).generate(prompts, params)
-    records = [
-        WrittenAnswer(ids, [*each.token_ids, *[stop_id] * stopped], temperature, stopped)
-        for ids, each in zip(prompts, answers, strict=True)
-        for stopped in [each.finish_reason == "stop"]
-    ]
-    return SelfDistillationData(records, np.zeros((0, target.head_width), np.uint16))
 
 
 def measured(

@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,11 @@ def main() -> int:
         "--short", action="store_true", help="each drafter greedy and at temperature 1, and that is all"
     )
     parser.add_argument("--limit", type=int, help="at most so many certificates")
-    parser.add_argument("--every", type=int, default=1, help="share the work: only every N-th cell")
-    parser.add_argument("--first", type=int, default=0, help="of these, beginning with this one")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     kept = Lines(options.out)
-    asked = list(short_cells() if options.short else cells())[options.first :: options.every]
+    asked = short_cells() if options.short else cells()
     todo = [cell for cell in asked if cell.key not in kept.cells][: options.limit]
     if not todo:
         return 0
@@ -140,13 +138,8 @@ def _certified(cell: Cell, target: LanguageModel, prompts: list[list[int]], seco
     certificate = certify(stack, prompts, params, batch=cell.batch, seconds=seconds)
     return {
         "cell": cell.key,
-        "drafter": cell.drafter,
+        **asdict(cell),
         "drafters": list(drafter.members),
-        "controller": cell.controller,
-        "rules": cell.rules,
-        "temperature": cell.temperature,
-        "seeded": cell.seeded,
-        "batch": cell.batch,
         "compared_tokens_of_an_answer": _TOKENS,
         "minutes": seconds / 60.0,
         "dtype": dtype_name(target.dtype),

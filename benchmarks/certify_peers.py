@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from truedraft.errors import TruedraftError
 from truedraft.machine import machine_facts
 from truedraft.models.base import LanguageModel
 
-OUT = RESULTS / "certify_peers.jsonl"
 SAMPLING = ((0.0, 1.0), (0.8, 1.0), (1.0, 1.0), (0.8, 0.9))
 """Temperatures, each with a top-p."""
 PROMPT_TOKENS = 48
@@ -121,25 +120,18 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each run of a cell")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "certify_peers.jsonl")
     return parser.parse_args()
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What engines are judged by.
+    """What engines are judged by."""
 
-    Attributes:
-        target: the exported target's own weights, computed in float32.
-        rounded: the same in bfloat16, as engines hold them.
-        drafts: draft models that they have, by what they are called.
-        prompts: token ids.
-    """
-
-    target: LanguageModel
-    rounded: LanguageModel
-    drafts: Mapping[str, LanguageModel]
-    prompts: Sequence[Sequence[int]]
+    target: LanguageModel  # the exported target's own weights, computed in float32
+    rounded: LanguageModel  # the same in bfloat16, as engines hold them
+    drafts: Mapping[str, LanguageModel]  # draft models that they have, by what they are called
+    prompts: Sequence[Sequence[int]]  # token ids
 
     @classmethod
     def load(cls) -> Bench:
@@ -233,10 +225,7 @@ def in_short(line: dict[str, Any] | None) -> str:
 
 def record(cell: Cell, words: str, **more: Any) -> dict[str, Any]:
     again = f"python benchmarks/certify_peers.py --cell {shlex.quote(cell.key)} --again"
-    return {
-        "cell": cell.key, "engine": cell.engine, "way": cell.way, "temperature": cell.temperature, "top_p": cell.top_p,
-        "batch": cell.batch, "verdict": words, "reproduce": again, **more,
-    }  # fmt: skip
+    return {"cell": cell.key, **asdict(cell), "verdict": words, "reproduce": again, **more}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ whose library is not installed is left out, with a word on standard error, so a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import re
@@ -83,10 +84,8 @@ def vllm_put_right(draft_tokens: Tensor, draft_probs: Tensor, target_logits: Ten
 def _versions(packages: tuple[str, ...]) -> dict[str, str]:
     found = {"truedraft": __version__, "torch": torch.__version__}
     for package in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -48,6 +48,17 @@ class Lines:
             file.write(("\n" if torn else "") + json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def commit() -> str:
+    """Of this checkout; a plus behind it says that sources differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True).stdout.strip()
+        differ = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py"]).returncode
+    except OSError:
+        return "unknown"
+    return found + "+" * bool(differ) if found else "unknown"
+
+
 def note(words: str) -> None:
     """A line on standard error at once: what is waited for, or what came."""
     print(words, file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from common import Lines, note
+from common import RESULTS, Lines, note
 from truedraft import SamplingParams, load_model
 from truedraft.certify.checks import Context, Stack
 from truedraft.certify.equality import divergence_point
@@ -50,10 +50,8 @@ from truedraft.models import HuggingFaceModel
 from truedraft.models.loading import quiet_transformers
 from truedraft.verification.specs import rule_from_spec as rule_of
 
-HERE = Path(__file__).parent
-SHAPES = HERE / "conformance_shapes.json"
-OUT = HERE / "results" / "conformance.jsonl"
-PAGE = HERE / "results" / "conformance.md"
+SHAPES = Path(__file__).with_name("conformance_shapes.json")
+OUT, PAGE = RESULTS / "conformance.jsonl", RESULTS / "conformance.md"
 DTYPES = ("float32", "bfloat16")
 COUNT = 16
 NOISE = 0.05  # on the draft's weights, of their spread
@@ -347,16 +345,15 @@ class Family:
 
 
 def mechanism_of(model: HuggingFaceModel) -> str:
-    kind = type(model._backend).__name__.removesuffix("Backend")
     if model.sources is not None:
         return "encoder-decoder, one text at a time"
-    if kind == "Alone":
-        return "one text at a time"
-    if kind == "Copied":
-        return "one text at a time, behind copies of its cache"
-    if kind == "WholeText":
-        return "the whole text at every step"
-    return f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})"
+    kind = type(model._backend).__name__.removesuffix("Backend")
+    alone = {
+        "Alone": "one text at a time",
+        "Copied": "one text at a time, behind copies of its cache",
+        "WholeText": "the whole text at every step",
+    }
+    return alone.get(kind, f"packed ({kind.lower()}{', carried states' if model.pool.carries else ''})")
 
 
 def examine(

@@ -15,14 +15,15 @@ wherever it speculates above temperature 0, so that one function of it is put ri
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ import httpx2
 import torch
 from transformers import AutoModelForCausalLM
 
+import peers_engines
 from certify_peers import Bench, Cell, Effort, certificate
 from common import RESULTS, ROOT, Lines, heldout_ids, ids_of, note
 from peers_engines import Running
-from servers import LLAMA_CPP, LLAMA_SERVER, VLLM, VLLM_SERVER, Launch, answering, llamacpp_launch, vllm_launch
+from servers import LLAMA_CPP, LLAMA_SERVER, VLLM, VLLM_SERVER, Launch, llamacpp_launch, vllm_launch
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.stats import Counters
 from truedraft.drafters.registry import find_drafters
@@ -177,16 +179,12 @@ def _exported(words: Sequence[str], out: Path) -> dict[str, Any] | str:
     return dict(record)
 
 
-@contextlib.contextmanager
 def served(
     name: str, commands: Sequence[str], target: LanguageModel, folder: Path, asked: argparse.Namespace
-) -> Iterator[Running]:
+) -> AbstractContextManager[Running]:
     """The engine's server by the commands that an export printed; by none it answers plainly."""
-    launch = _LAUNCHES[asked.engine](f"{asked.engine} {name}", commands, folder, asked.as_released)
-    about = {"vocab_size": target.vocab_size, "eos_token_ids": target.eos_token_ids, "tell": note}
-    logs = RUNS / asked.engine
-    with answering(launch, logs, tokenizer=target.tokenizer, **about) as (server, endpoint):
-        yield Running(lambda together, seed: endpoint, server.check, server.url)
+    launch = partial(_LAUNCHES[asked.engine], f"{asked.engine} {name}", commands, folder, asked.as_released)
+    return peers_engines.served(launch, target, RUNS / asked.engine, target.tokenizer)
 
 
 def _vllm(name: str, commands: Sequence[str], folder: Path, as_released: bool) -> Launch:
@@ -234,7 +232,7 @@ def greedy(running: Running, prompts: Sequence[Sequence[int]], tokens: int) -> t
 
 
 def _counts(running: Running) -> tuple[float, float]:
-    return counted(httpx2.get(f"{running.command}/metrics", timeout=30.0, trust_env=False).text)
+    return counted(httpx2.get(f"{running.url}/metrics", timeout=30.0, trust_env=False).text)
 
 
 def counted(metrics: str) -> tuple[float, float]:

@@ -74,27 +74,20 @@ COUNTS = (
 
 
 def answers_of(engine: Engine, options: dict[str, Any], batch: int) -> list[Answer]:
-    keys, options = range(100, 100 + len(PROMPTS)), dict(options)
-    seeded = options.pop("coupled", False)
-    params = [SamplingParams(max_tokens=_TOKENS, seed=key if seeded else None, **options) for key in keys]
-    groups = [slice(first, first + batch) for first in range(0, len(PROMPTS), batch)]
-    return [answer for own in groups for answer in answers_by(keys[own], engine, PROMPTS[own], params[own])]
-
-
-def answers_by(
-    keys: Sequence[int], engine: Engine, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
-) -> list[Answer]:
-    """Answers to prompts that are asked together, their noise keyed as said; by older checkouts, too."""
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    requests = []
-    for key, prompt, own in zip(keys, prompts, each, strict=True):
-        request = engine.prepare(prompt, own)
-        setattr(request, "noise_seed" if hasattr(request, "noise_seed") else "seed", key)
-        engine.enqueue(request)
-        requests.append(request)
-    while engine.step():
-        pass
-    return [request.pieces[-1].answer for request in requests]
+    """Answers to the prompts, so many asked together, their noise keyed by the prompt's number."""
+    others, asked = {name: value for name, value in options.items() if name != "coupled"}, list(enumerate(PROMPTS, 100))
+    answers = []
+    for first in range(0, len(asked), batch):
+        requests = []
+        for key, prompt in asked[first : first + batch]:
+            seed = key if options.get("coupled") else None
+            requests.append(engine.prepare(prompt, SamplingParams(max_tokens=_TOKENS, seed=seed, **others)))
+            requests[-1].noise_seed = key
+            engine.enqueue(requests[-1])
+        while engine.step():
+            pass
+        answers += [request.pieces[-1].answer for request in requests]
+    return answers
 
 
 def facts(answers: Sequence[Answer]) -> dict[str, Any]:

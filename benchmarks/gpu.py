@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from common import RESULTS, ROOT, Lines, note
+from common import RESULTS, Lines, commit, note
 from gpu_rows import FULL, GROUPS, TINY, Group, Row
 from truedraft.machine import cpu_name, pick_device, versions
 
@@ -35,20 +35,23 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and sizes")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="rows whose names have one of these words")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORD", help="rows whose names have one of these words"
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="behind which no further row is begun")
     parser.add_argument("--row-s", type=float, default=60.0, help="seconds that a row may take")
-    parser.add_argument("--commit", default=_commit(), help="of the sources, where git cannot be asked")
+    parser.add_argument("--commit", default=commit(), help="of the sources, where git cannot be asked")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.jsonl")
     options = parser.parse_args(words)
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; on a CPU: --tiny --device cpu --out FILE")
     device, end = pick_device(options.device), time.monotonic() + 60.0 * options.minutes
-    lines = Lines(options.out, device=_name(device), commit=options.commit, tiny=options.tiny)
+    name = cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    lines = Lines(options.out, device=name, commit=options.commit, tiny=options.tiny)
     there = {record["name"] for record in lines.records if "value" in record}
     facts = _versions()
     for kind in GROUPS:
-        rows = [row for row in kind.ROWS if row.name not in there and _wanted(row, options.only)]
+        rows = [row for row in kind.ROWS if row.name not in there and any(word in row.name for word in options.only)]
         group = kind(TINY if options.tiny else FULL, device)
         for row in rows:
             if time.monotonic() > end:
@@ -58,10 +61,6 @@ def main(words: Sequence[str] | None = None) -> None:
             note(f"{row.name}: {record.get('value', record.get('error'))} {row.unit}")
             lines.add({"name": row.name, "unit": row.unit, "bar": row.bar, **record, "versions": facts})
         group.close()
-
-
-def _wanted(row: Row, words: Sequence[str] | None) -> bool:
-    return words is None or any(word in row.name for word in words)
 
 
 def _measured(group: Group, row: Row, seconds: float) -> dict[str, Any]:
@@ -94,20 +93,12 @@ def _within(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
-def _name(device: torch.device) -> str:
-    return cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {**versions(), "cuda": torch.version.cuda, "triton": None}
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["triton"] = metadata.version("triton")
     found["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found
-
-
-def _commit() -> str | None:
-    return _said("git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD")
 
 
 def _said(*words: str) -> str | None:

@@ -41,8 +41,6 @@ Found: TypeAlias = tuple[float, Mapping[str, Any]]
 _GIB = 1 << 30
 _DRAFT_EFFORT = Effort(1.0, 3, 24)
 _LATER = 4  # answers that a first one is held to
-_PROFILED = 8  # steps
-_KERNELS = 10  # that are named
 _COMPARED = (
     ("one request, greedy", None, 0.0, ">= 2.5"),
     ("one request at 0.8", None, 0.8, ">= 1.7"),
@@ -134,9 +132,6 @@ class Group(ABC):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def read_rate(self) -> Found:
-        return self.bandwidth / 1e12, {"bytes": self.sizes.read_bytes}
-
     def floor(self) -> Found:
         return 1e3 * self.floor_s, {"weight_bytes": self.target.weight_bytes}
 
@@ -153,13 +148,12 @@ class Padded(Group):
     """The embedded target at the cost of a 7B model: what drafts bring."""
 
     ROWS = (
-        Row("memory reads", "TB/s", methodcaller("read_rate")),
+        Row("memory reads", "TB/s", lambda group: (group.bandwidth / 1e12, {"bytes": group.sizes.read_bytes})),
         Row("7B: floor of a plain step", "ms", methodcaller("floor")),
         Row("7B: making ready", "s", methodcaller("getting_ready")),
         Row("7B: first answer once ready, over later ones", "x", methodcaller("first"), ">= 0.8"),
         Row("7B: plain, one request", "tokens/s", methodcaller("plain")),
         Row("7B: plain, one request, over the floor", "x", methodcaller("plain_over_floor"), ">= 0.80"),
-        *(Row(f"7B: V of {rows} rows", "ms", methodcaller("forward", rows)) for rows in (1, 33)),
         *(
             Row(f"7B: {system} over plain, {name}", "x", methodcaller("ratio", system, place, heat), bar)
             for name, place, heat, bar in _COMPARED
@@ -172,10 +166,6 @@ class Padded(Group):
                 ("Medusa, 16 nodes", "medusa,nodes=16", 0.5),
                 ("recurrent head, 16 nodes", "redrafter,nodes=16", 0.8),
             )
-        ),
-        *(
-            Row(f"7B: 32 requests with a draft of 4, {part}", "ms", methodcaller("step_part", field))
-            for part, field in (("drafting", "draft_s"), ("target", "target_s"), ("whole step", "total_s"))
         ),
         Row("7B: memory beyond weights, 32 requests of 300 tokens", "GiB", methodcaller("memory")),
         Row("7B: memory left once engine and model are deleted", "GiB", methodcaller("left"), "<= 1"),
@@ -241,10 +231,6 @@ class Padded(Group):
     def plain_over_floor(self) -> Found:
         return median(self.plain_rates) * self.floor_s, {"floor_ms": 1e3 * self.floor_s}
 
-    def forward(self, rows: int) -> Found:
-        """As measured when the engine was made ready."""
-        return 1e3 * self.ready[0].costs.forwards()(rows, [256]), {"rows": rows, "context": 256}
-
     @cached_property
     def compared(self) -> dict[tuple[int, float], dict[str, float]]:
         """Tokens a second of each system, by number of requests and temperature, as far as they were measured."""
@@ -267,23 +253,6 @@ class Padded(Group):
     def drafting(self, words: str) -> Found:
         return _made_ms(from_spec(words, self.target), self.target)
 
-    @cached_property
-    def drafted_steps(self) -> list[StepRecord]:
-        requests = self.sizes.batches[1]
-        engine = self.engine(from_spec("draft,num_speculative_tokens=4", self.target), requests, "fixed")
-        records: list[StepRecord] = []
-        for _ in range(2):  # what comes up is recorded in the first
-            records.clear()
-            engine.listeners[:] = [records.append]
-            answered(engine, self.prompts[:requests], self.params(0.0))
-        return [each for each in records if len(each.requests) == requests and not each.prefill]
-
-    def step_part(self, field: str) -> Found:
-        steps = self.drafted_steps
-        recorded = sum(not each.settled for each in steps)
-        about = {"requests": self.sizes.batches[1], "steps": len(steps), "recorded": recorded}
-        return 1e3 * median(getattr(each, field) for each in steps), about
-
     def memory(self) -> Found:
         engine, requests = self.engine(None, self.sizes.batches[1]), self.sizes.batches[1]
         tokens = self.sizes.tokens if self.device.type == "cpu" else 204
@@ -303,7 +272,6 @@ class Llama8B(Group):
         ),
         Row("8B: plain step behind 512 tokens, over the floor", "x", methodcaller("over_floor"), ">= 0.80"),
         Row("8B: step behind 32,768 tokens over one behind 512", "x", methodcaller("longest_over_first"), "<= 1.4"),
-        Row("8B: kernels of a plain step", "ms", methodcaller("kernels")),
         Row("8B: reading 8,192 tokens", "tokens/s", methodcaller("reading"), ">= 25,000"),
         *(
             Row(f"8B: {count} prompts of {tokens}, 64 new tokens", "tokens/s", methodcaller("many", place, part), bar)
@@ -393,24 +361,6 @@ class Llama8B(Group):
     def longest_over_first(self) -> Found:
         first, *_, last = self.sizes.contexts
         return self.seconds_behind(last) / self.seconds_behind(first), {"contexts": [first, last]}
-
-    def kernels(self) -> Found:
-        activity = torch.profiler.ProfilerActivity
-        on_device = self.device.type == "cuda"
-        self.seconds_behind(self.sizes.contexts[0])
-        kind = activity.CUDA if on_device else activity.CPU
-        with self.behind(self.sizes.contexts[0]) as step_s, torch.profiler.profile(activities=[kind]) as profile:
-            for _ in range(_PROFILED):
-                step_s()
-        found = [
-            (event.self_device_time_total if on_device else event.self_cpu_time_total, event.count, event.key)
-            for event in profile.key_averages()
-        ]
-        top = [
-            {"kernel": name[:120], "ms": spent / _PROFILED / 1e3, "calls": calls / _PROFILED}
-            for spent, calls, name in sorted(found, reverse=True)[:_KERNELS]
-        ]
-        return sum(spent for spent, *_ in found) / _PROFILED / 1e3, {"kernels": top}
 
     def reading(self) -> Found:
         """Tokens a second until the first new token, the second time that so long a prompt comes."""

@@ -37,17 +37,12 @@ _IN_LLAMACPP = str(Path(__file__).with_name("peers_llamacpp.py"))
 
 @dataclass(frozen=True)
 class Running:
-    """An engine that answers.
+    """An engine that answers."""
 
-    Attributes:
-        peer: by the number of questions that are asked at once, and a seed for engines that take none.
-        check: raises PeerError where it died.
-        command: that started it, with paths relative to the repository; empty for one in this process.
-    """
-
-    peer: Callable[[int, int], Peer]
-    check: Callable[[], None]
-    command: str = ""
+    peer: Callable[[int, int], Peer]  # by how many questions are asked at once, and a seed for engines that take none
+    check: Callable[[], None]  # raises PeerError where it died
+    command: str = ""  # that started it, with paths relative to the repository; empty for one in this process
+    url: str = ""  # of a server
 
 
 @dataclass(frozen=True)
@@ -80,12 +75,15 @@ def engine_ways() -> list[EngineWay]:
 
 
 @contextlib.contextmanager
-def served(launch: Callable[[], Launch], target: LanguageModel) -> Iterator[Running]:
-    started = launch()
+def served(
+    launch: Callable[[], Launch], target: LanguageModel, logs: Path = RUNS, tokenizer: Tokenizer | None = None
+) -> Iterator[Running]:
+    """A server of a model; without a tokenizer it is the embedded target."""
+    started, reader = launch(), tokenizer or Tokenizer.load(str(model_folder("target")))
     about = {"vocab_size": target.vocab_size, "eos_token_ids": target.eos_token_ids, "tell": note}
-    with answering(started, RUNS, tokenizer=Tokenizer.load(str(model_folder("target"))), **about) as (server, endpoint):
+    with answering(started, logs, tokenizer=reader, **about) as (server, endpoint):
         words = " ".join(started.words).replace(f"{ROOT}/", "")
-        yield Running(lambda together, seed: endpoint, server.check, words)
+        yield Running(lambda together, seed: endpoint, server.check, words, server.url)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,17 @@
 """What runs in llama.cpp's environment: files that it makes, and how surprised it is by tokens.
 
     .venv-llamacpp/bin/python benchmarks/peers_llamacpp.py convert LLAMA_CPP FOLDER OUT
-    .venv-llamacpp/bin/python benchmarks/peers_llamacpp.py quantise FILE FOLDER TYPE...
     .venv-llamacpp/bin/python benchmarks/peers_llamacpp.py surprise FILE THREADS
 
 `convert` makes a GGUF file of a model's folder by llama.cpp's own script, which knows tokenizers by what they make of a
 test text and refuses others. How text is split matters nothing where prompts are ids, so one that it knows is named in
-its place. `quantise` writes a file's weights in other types (words of llama.cpp, as Q5_1, Q4_K_S or BF16), embeddings
-too; matrices whose rows are no multiple of its block get the type that llama.cpp puts in its place. `surprise` reads
-pieces of token ids, a line of JSON each; the answer is the mean of minus the log probability of each token behind the
-first of its piece. The Python binding is read from the sources, its library from what was built there.
+its place. `surprise` reads pieces of token ids, a line of JSON each; the answer is the mean of minus the log
+probability of each token behind the first of its piece. The Python binding is read from the sources, its library from
+what was built there.
 """
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -37,20 +34,6 @@ def convert(source: str, folder: str, out: str) -> None:
     script = str(place / "convert_hf_to_gguf.py")
     sys.argv = [script, str(Path(folder).resolve()), "--outtype", "bf16", "--outfile", str(Path(out).resolve())]
     runpy.run_path(script, run_name="__main__")
-
-
-def quantise(file: str, folder: str, *types: str) -> None:
-    import llama_cpp
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name in types:
-        settings = llama_cpp.llama_model_quantize_default_params()
-        settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
-        settings.allow_requantize, settings.pure = True, True
-        settings.nthread = len(os.sched_getaffinity(0))
-        out = Path(folder) / f"{Path(file).name.rsplit('.', 2)[0]}.{name}.gguf"
-        if llama_cpp.llama_model_quantize(file.encode(), str(out).encode(), settings):
-            raise SystemExit(f"llama.cpp made no {out}")
 
 
 def surprise(file: str, threads: str) -> None:
@@ -78,4 +61,4 @@ def _surprise(model: Any, pieces: list[list[int]]) -> float:
 
 
 if __name__ == "__main__":
-    {"convert": convert, "quantise": quantise, "surprise": surprise}[sys.argv[1]](*sys.argv[2:])
+    {"convert": convert, "surprise": surprise}[sys.argv[1]](*sys.argv[2:])

@@ -23,10 +23,6 @@ _MOST_BATCHED = 8192  # tokens; its own latency-oriented setting bounds nothing,
 _NGRAM = 3
 
 
-def main() -> None:
-    be_asked(lambda: loaded(*sys.argv[1:]))
-
-
 def loaded(file: str, draft: str, threads: str, drafted: str, folder: str) -> Callable[[dict[str, Any]], Any]:
     on_cpu: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads)}
     target = str(converted(Path(file), Path(folder)))
@@ -74,4 +70,4 @@ def answer(pipeline: Any, drafting: dict[str, int], asked: dict[str, Any]) -> in
 
 
 if __name__ == "__main__":
-    main()
+    be_asked(lambda: loaded(*sys.argv[1:]))

@@ -9,7 +9,6 @@ python benchmarks/peers_ours.py memory THREADS FILE PROMPT_TOKENS ANSWER_TOKENS
 from __future__ import annotations
 
 import itertools
-import math
 import resource
 import sys
 import time
@@ -19,13 +18,15 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from common import be_asked
-from quantised_weights import compared, log_probabilities
 from real_prompts import TEMPERATURES
 from truedraft import Engine, SamplingParams, load_model
+from truedraft.core.tree import chain_shape
 from truedraft.machine import dtype_name
-from truedraft.models.base import LanguageModel
+from truedraft.models.base import LanguageModel, Segment
 
 ASSISTED = {"assisted, 4 tokens": (4, "constant", 0.0), "assisted, its defaults": (20, "constant", 0.4)}
 
@@ -91,7 +92,7 @@ def theirs(folder: str, draft: str) -> Callable[[dict[str, Any]], int]:
 
 
 def perplexity(file: str) -> Callable[[dict[str, Any]], Any]:
-    """Of pieces of texts, each read from an empty cache, as by `quantised_weights.py`; gives the pieces, too."""
+    """Of pieces of texts, each read from an empty cache; gives the pieces, too."""
     model = load_model(file)
     assert model.tokenizer is not None
 
@@ -100,11 +101,19 @@ def perplexity(file: str) -> Callable[[dict[str, Any]], Any]:
         for text in asked["texts"]:
             ids = torch.tensor(model.tokenizer.encode(text))
             pieces += [ids[at * asked["tokens"] :][: asked["tokens"]] for at in range(asked["pieces"])]
-        found = [log_probabilities(model, piece) for piece in pieces]
-        told = compared(found, found, pieces)
-        return {"surprise": math.log(told["perplexity"]), "pieces": [piece.tolist() for piece in pieces]}
+        surprise = torch.cat([surprises(model, piece) for piece in pieces]).mean()
+        return {"surprise": surprise.item(), "pieces": [piece.tolist() for piece in pieces]}
 
     return answer
+
+
+@torch.inference_mode()
+def surprises(model: LanguageModel, ids: Tensor) -> Tensor:
+    """Minus the log-probability of each token behind the first."""
+    cache = model.new_cache()
+    logits = model.forward([Segment(cache, ids, chain_shape(len(ids)), range(len(ids)))]).logits
+    model.release_cache(cache)
+    return functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
 
 
 def memory(file: str, prompt: str, tokens: str) -> Callable[[dict[str, Any]], Any]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common import RESULTS, ROOT, Child, ChildEndedError, Lines, asked_once, note
+from common import RESULTS, ROOT, Child, ChildEndedError, Lines, asked_once, commit, note
 from peers_engines import llamacpp_surprise
 from peers_ours import ASSISTED
 from real_prompts import SETS, TEMPERATURES
@@ -42,7 +42,6 @@ from truedraft.measure.peers import Question
 from truedraft.measure.peers.endpoint import Endpoint
 from truedraft.models.embedded import smollm2_file
 
-OUT = RESULTS / "peers_real.jsonl"
 DRAFT_FILE = ROOT / "packages" / "truedraft-smollm2" / "src" / "truedraft_smollm2" / "draft" / "draft-Q4_0.gguf"
 PEERS = ("llama.cpp", "OpenVINO", "vLLM", "transformers")
 CELLS = ("decode", "first", "requests", "batched", "perplexity", "memory")
@@ -52,14 +51,11 @@ WARM_UP = 16
 """Tokens of a prompt that each engine reads before it is timed."""
 LONG_TEXTS = ("summarization", "rag")
 PIECES, PIECE_TOKENS = 2, 256
-"""Of each text whose perplexity is measured, as of `quantised_weights.py`."""
-KEY = ("cell", "weights", "name", "temperature", "round")
-"""Fields of a line that are unique in a file for one commit."""
-Key = tuple[Any, ...]
+"""Of each text whose perplexity is measured."""
 RUNS = ROOT / "runs" / "peers_real"
 OPENVINO = ROOT / ".venv-openvino"
 OURS = str(Path(__file__).with_name("peers_ours.py"))
-DRAFTED = {"llama.cpp": 4, "OpenVINO": 4, "vLLM": 4}
+DRAFTED = 4
 """Tokens that engines draft at a time with our draft model, which keeps 2.9 of four and one, and with n-grams."""
 VLLM_CACHE_GB = "1"
 NEVER = -100.0
@@ -142,17 +138,11 @@ Way: TypeAlias = InProcess | Served
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines over some weights.
+    """Engines over some weights."""
 
-    Attributes:
-        ours: the process of truedraft.
-        facts: about ours, and the versions and commands of the others.
-        ways: by name; an engine that cannot be opened is told of and left out.
-    """
-
-    ours: Child
-    facts: dict[str, Any]
-    ways: dict[str, Way]
+    ours: Child  # the process of truedraft
+    facts: dict[str, Any]  # about ours, and the versions and commands of the others
+    ways: dict[str, Way]  # by name; an engine that cannot be opened is told of and left out
 
     def encoded(self, texts: Sequence[str], *, chat: bool) -> list[list[int]]:
         found: list[list[int]] = self.ours.ask({"texts": list(texts), "chat": chat})["ids"]
@@ -185,7 +175,7 @@ def opened(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[Engi
                     raise PeerError(f"there is no {python}; `make bench-peers` makes it")
                 script = str(Path(__file__).with_name("peers_openvino.py"))
                 words = [script, str(weights.path), str(weights.draft or "-"), str(threads)]
-                child = _started(stack, [*words, str(DRAFTED["OpenVINO"]), str(RUNS / "openvino")], python)
+                child = _started(stack, [*words, str(DRAFTED), str(RUNS / "openvino")], python)
                 found.add(child, "OpenVINO", ("plain", "lookup", "draft") if drafting else ("plain",), eos)
                 found.facts["OpenVINO"] = {"version": package_version(python, "openvino-genai")}
         if "transformers" in only and not weights.is_file:
@@ -216,8 +206,8 @@ def _servers(weights: Weights, threads: int, only: Sequence[str]) -> Iterator[La
     engine, draft = "llama.cpp" if weights.is_file else "vLLM", weights.draft
     if engine not in only:
         return
-    tokens, ngram = DRAFTED[engine], 2 if weights.is_file else 3
-    ways = {"plain": None, "ngram": Drafting(tokens, None, ngram), "draft": Drafting(tokens, draft)}
+    ngram = Drafting(DRAFTED, None, 2 if weights.is_file else 3)
+    ways = {"plain": None, "ngram": ngram, "draft": Drafting(DRAFTED, draft)}
     for way, drafting in ways.items() if draft else [("plain", None)]:
         name = f"{engine} {way}"
         if weights.is_file:
@@ -237,13 +227,17 @@ def package_version(python: Path, package: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- cells
 
 
-def done(kept: Lines) -> set[Key]:
-    return {tuple(line[field] for field in KEY) for line in kept.records}
+def place_of(cell: str, weights: str, name: str = "", temperature: float = 0.0, number: int = 0) -> dict[str, Any]:
+    """Fields of a line that are unique in a file for one commit."""
+    return {"cell": cell, "weights": weights, "name": name, "temperature": temperature, "round": number}
 
 
-def keep(kept: Lines, key: Key, found: Mapping[str, Any], **more: Any) -> None:
-    fields = dict(zip(KEY, key, strict=True))
-    kept.add(fields | more | {"ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
+def is_done(kept: Lines, place: Mapping[str, Any]) -> bool:
+    return any(place.items() <= line.items() for line in kept.records)
+
+
+def keep(kept: Lines, place: Mapping[str, Any], found: Mapping[str, Any], **more: Any) -> None:
+    kept.add({**place, **more, "ways": found, "when": time.strftime("%Y-%m-%dT%H:%M:%S")})
 
 
 def turns(engines: Engines, weights: Weights, asked: argparse.Namespace) -> Iterator[Turn]:
@@ -302,22 +296,21 @@ def measure(weights: Weights, kept: Lines, asked: argparse.Namespace, left_s: Ca
         every = [turn for turn in turns(engines, weights, asked) if turn.cell in asked.only]
         if weights.draft is None:  # plain decoding alone, of a base model
             every = [turn for turn in every if turn.cell != "requests" and turn.temperature == 0.0]
-        keys = [(turn.cell, weights.name, turn.name, turn.temperature, turn.number) for turn in every]
-        there = done(kept)
-        todo = [(key, turn) for key, turn in zip(keys, every, strict=True) if key not in there]
+        places = [place_of(turn.cell, weights.name, turn.name, turn.temperature, turn.number) for turn in every]
+        todo = [(place, turn) for place, turn in zip(places, every, strict=True) if not is_done(kept, place)]
         if not todo:
             return
         settings = {"machine": machine_facts(), "threads": asked.threads, "drafted": DRAFTED, "engines": engines.facts}
-        keep(kept, ("settings", weights.name, "", 0.0, 0), {}, settings=settings)
+        keep(kept, place_of("settings", weights.name), {}, settings=settings)
         for way in engines.ways.values():  # what happens once, as compiling, falls outside
             with contextlib.suppress(PeerError):  # what fails here is told when it is measured
                 way.tokens(replace(todo[0][1], max_tokens=16))
-        for place, (key, turn) in enumerate(todo):
+        for number, (place, turn) in enumerate(todo):
             if left_s() < 0:
-                note(f"the time is over; {len(todo) - place} turns of {weights.name} are left")
+                note(f"the time is over; {len(todo) - number} turns of {weights.name} are left")
                 return
             lengths = [len(prompt) for prompt in turn.prompts]
-            keep(kept, key, taken(turn, engines), prompt_tokens=lengths, max_tokens=turn.max_tokens)
+            keep(kept, place, taken(turn, engines), prompt_tokens=lengths, max_tokens=turn.max_tokens)
 
 
 def once(weights: Weights, kept: Lines, asked: argparse.Namespace) -> None:
@@ -328,10 +321,10 @@ def once(weights: Weights, kept: Lines, asked: argparse.Namespace) -> None:
         "memory": lambda: {"truedraft": remembered(weights.path, asked.threads)},
     }
     for cell, way in ways.items():
-        key = (cell, weights.name, "", 0.0, 0)
-        if cell in asked.only and key not in done(kept) and (cell != "perplexity" or asked.texts):
+        place = place_of(cell, weights.name)
+        if cell in asked.only and not is_done(kept, place) and (cell != "perplexity" or asked.texts):
             try:
-                keep(kept, key, way())
+                keep(kept, place, way())
             except (PeerError, ChildEndedError, OSError, subprocess.CalledProcessError) as error:
                 note(f"{cell} of {weights.name} is left out: {error}")
 
@@ -407,18 +400,10 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(out)
 
 
-def commit() -> str:
-    """Of this checkout; a plus behind it says that sources differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    differ = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py"]).returncode
-    return found + "+" * bool(differ) if found else "unknown"
-
-
 def main() -> None:
     asked = _asked()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
-    kept = Lines(asked.out, commit=asked.commit or commit())
+    kept = Lines(asked.out, commit=asked.commit)
     end, before = time.monotonic() + 60 * asked.minutes, len(kept.records)
     every = [Weights("q4_1", asked.file, asked.draft_file)] if asked.file else []
     every += [Weights("bf16", asked.folder, asked.draft)] if asked.folder and asked.draft else []
@@ -429,7 +414,7 @@ def main() -> None:
             once(weights, kept, asked)
     found = [line for line in kept.records if line["cell"] not in ("settings", "summary")]
     if len(kept.records) > before:
-        keep(kept, ("summary", "", "", 0.0, 0), {}, rows=rows(found))
+        keep(kept, place_of("summary", ""), {}, rows=rows(found))
     print(report(found))
 
 
@@ -451,8 +436,8 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=45.0)
-    parser.add_argument("--commit", help="of the turns that are there; this checkout's")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--commit", default=commit(), help="of the turns that are there; this checkout's")
+    parser.add_argument("--out", type=Path, default=RESULTS / "peers_real.jsonl")
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()
     if asked.prompts is None and not asked.report:

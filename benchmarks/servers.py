@@ -42,19 +42,12 @@ _EXPORT, _MAKE = "truedraft export", "make certify-peers"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an engine's server is started.
+    """How an engine's server is started."""
 
-    Attributes:
-        name: for its log and for reports.
-        words: of its command; `PORT` stands where it is told its port.
-        environment: beside this process's own.
-        needs: programs, folders and files without which it cannot start, each with the line that brings it.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    needs: Mapping[Path, str] = field(default_factory=dict)
+    name: str  # for its log and for reports
+    words: tuple[str, ...]  # of its command; `PORT` stands where it is told its port
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside this process's own
+    needs: Mapping[Path, str] = field(default_factory=dict)  # without which it cannot start, and what brings each
 
     def at(self, port: int) -> list[str]:
         return [word.replace(PORT, str(port)) for word in self.words]
@@ -180,17 +173,11 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How a server drafts.
+    """How a server drafts."""
 
-    Attributes:
-        tokens: drafted at a time, at most.
-        model: folder of the draft model, or its GGUF file; None drafts n-grams of the text itself.
-        ngram: tokens that must match before an n-gram draft: for vLLM at most so many and at least one.
-    """
-
-    tokens: int
-    model: Path | None = None
-    ngram: int = 3
+    tokens: int  # drafted at a time, at most
+    model: Path | None = None  # folder of the draft model, or its GGUF file; None drafts n-grams of the text itself
+    ngram: int = 3  # tokens that must match before an n-gram draft: for vLLM at most so many and at least one
 
 
 def vllm_launch(

@@ -28,17 +28,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx2
-import psutil
-
 from common import RESULTS, ROOT, Child, Lines, be_asked, exported, heldout_texts, note
 from servers import PORT, SERVED_NAME, VLLM, Drafting, Launch, Server, vllm_launch
-from serving_load import Answered, Load, LoadResult, Request, ask, closed_loop, open_loop
+from serving_load import Answered, Load, LoadResult, Request, closed_loop, open_loop
 
 if TYPE_CHECKING:
     from truedraft import Engine
 
-OUT = RESULTS / "serving.jsonl"
 RUNS = ROOT / "runs" / "serving"
 SIZE = "500M"
 ROWS = {
@@ -50,7 +46,6 @@ ROWS = {
     "first": "first token of a prompt of 1,400 tokens, against vLLM",
     "prefix": "first token of a prompt of 1,600 tokens of which 1,500 were asked before, against a cold one",
     "form": "JSON by a schema against free text, own size, without drafts and with",
-    "hostile": "requests of others beside 20 schemas that take minutes to prepare, own size",
 }
 TURNS = 3
 BATCH_TURNS = 5  # of the row batch, where single turns lay far apart
@@ -71,10 +66,6 @@ class Measured(Server):
         """Processor seconds of its first thread: the event loop, where the engine has threads of its own."""
         fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def memory_mb(self) -> float:
-        own = psutil.Process(self.pid)
-        return sum(each.memory_info().rss for each in (own, *own.children(recursive=True))) / 2**20
 
 
 def ours(
@@ -292,74 +283,12 @@ def form_row(kept: Kept) -> None:
                 kept.keep("form", f"{clients} clients", {name: asdict(each) for name, each in found.items()})
 
 
-def hostile_row(kept: Kept) -> None:
-    """Seconds of plain requests, of structured ones and of long bodies: idle, and beside 20 hostile schemas at once.
-
-    Memory is the server's and its children's: before them, at most beside them, and after them. Kept prefixes of the
-    others' long bodies would grow beside it, so none are kept.
-    """
-    server = ours("--request-timeout-s", "30", "--prefix-cache-bytes", "0", drafter="auto", size=None)
-    with warm(server):
-        for turn in kept.turns("hostile", "20 schemas"):
-            kept.keep("hostile", "20 schemas", asyncio.run(_beside_hostile(server, turn)))
-
-
-async def _beside_hostile(server: Measured, turn: int) -> dict[str, Any]:
-    memory = [server.memory_mb()]
-    idle = await _seconds_of_others(server.port, turn, 8)
-    hostile = [asyncio.create_task(_told(server.url, _hostile_schema(100 * turn + number))) for number in range(20)]
-    beside: dict[str, list[float]] = defaultdict(list)
-    while not all(task.done() for task in hostile):
-        for name, seconds in (await _seconds_of_others(server.port, turn + len(memory) * TURNS, 1)).items():
-            beside[name] += seconds
-        memory.append(server.memory_mb())
-    await asyncio.sleep(5.0)
-    times = {name: statistics.median(values) for name, values in idle.items()}
-    slowed = {f"{name} beside": statistics.median(values) for name, values in beside.items()}
-    statuses = sorted(task.result() for task in hostile)
-    memories = {"before_mb": memory[0], "peak_mb": max(memory), "after_mb": server.memory_mb()}
-    return {**times, **slowed, "asked_beside": len(memory) - 1, "statuses": statuses, **memories}
-
-
-async def _seconds_of_others(port: int, seed: int, each: int) -> dict[str, list[float]]:
-    """What answers of 32 tokens take, one at a time; each schema and each long prompt is a new one."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for number in range(each):
-        mark = f"{seed}_{number}"
-        schema = {"type": "object", "properties": {f"name_{mark}": {"type": "string", "minLength": 40}}}
-        schema |= {"required": list(schema["properties"])}
-        text = f"# {mark}\n{prompts(1)[0]}"
-        asked = {
-            "plain": Request(text, 32, 0.0, {"ignore_eos": True}),
-            "structured": Request(text, 32, 0.0, {"structured_outputs": {"json": schema}}),
-            "long body": Request(f"# {mark}\n{prompts(1, 1500)[0]}", 32, 0.0, {"ignore_eos": True}),
-        }
-        for name, request in asked.items():
-            found[name].append((await ask(port, request)).total_s)
-    return found
-
-
-def _hostile_schema(number: int) -> dict[str, Any]:
-    factors = random.Random(number).sample(range(99_001, 99_992, 2), 40)
-    properties = {f"p{place}": {"type": "integer", "multipleOf": factor} for place, factor in enumerate(factors)}
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-async def _told(url: str, schema: Mapping[str, Any]) -> int:
-    """The status with which a form is answered, waited for in a thread of its own."""
-
-    def wait() -> int:
-        fields = {"model": SERVED_NAME, "prompt": "x", "max_tokens": 8, "structured_outputs": {"json": schema}}
-        return httpx2.post(f"{url}/v1/completions", json=fields, timeout=120.0).status_code
-
-    return await asyncio.to_thread(wait)
-
-
 def summary(kept: Kept) -> Iterator[dict[str, Any]]:
     """The medians of all cells, and between which values the turns lay."""
     cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in kept.records:
-        cells[line["row"], line["name"]].append(line)
+        if line["row"] in ROWS:  # others are of older scripts
+            cells[line["row"], line["name"]].append(line)
     for (row, name), turns in sorted(cells.items(), key=lambda cell: list(ROWS).index(cell[0][0])):
         for what, values in _figures(row, turns):
             found = {"median": statistics.median(values), "least": min(values), "most": max(values)}
@@ -392,11 +321,6 @@ def _figures(row: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
         yield "tokens per second without drafts, JSON / free", ratio("json_plain", "free_plain", "tokens_per_s")
         yield "tokens per second, JSON / free", ratio("json", "free", "tokens_per_s")
         yield "tokens per second, JSON with drafts / without", ratio("json", "json_plain", "tokens_per_s")
-    elif row == "hostile":
-        for name in ("plain", "structured", "long body"):
-            yield f"seconds of an answer, {name}, beside / idle", ratio(f"{name} beside", name)
-        yield "memory after less before, MB", [turn["after_mb"] - turn["before_mb"] for turn in turns]
-        yield "memory at most less before, MB", [turn["peak_mb"] - turn["before_mb"] for turn in turns]
     elif row == "first":
         yield "first token, ours / vLLM", ratio("ours", "vllm", "first_s")
     else:
@@ -413,7 +337,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--minutes", type=float, default=75.0)
     parser.add_argument("--vllm", type=Path, default=VLLM)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=RESULTS / "serving.jsonl")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--as-engine", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -421,7 +345,7 @@ def main() -> int:
         be_asked(engine_beside_burner)
         return 0
     kept = Kept(asked.out, 60 * asked.minutes)
-    own = {"engine": engine_row, "prefix": prefix_row, "form": form_row, "hostile": hostile_row}
+    own = {"engine": engine_row, "prefix": prefix_row, "form": form_row}
     for row in () if asked.report else asked.rows:
         if row in own:
             own[row](kept)

@@ -46,23 +46,14 @@ class Answered:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of a load.
+    """What came of a load."""
 
-    Attributes:
-        tokens: of all answers.
-        seconds: from the first request to the last answer.
-        tokens_per_s: of all together.
-        first_s: median time to the first token.
-        per_token_s: median time between tokens of an answer.
-        per_token_p95_s: the same for the slowest of twenty answers.
-    """
-
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-    first_s: float
-    per_token_s: float
-    per_token_p95_s: float
+    tokens: int  # of all answers
+    seconds: float  # from the first request to the last answer
+    tokens_per_s: float  # of all together
+    first_s: float  # median time to the first token
+    per_token_s: float  # median time between tokens of an answer
+    per_token_p95_s: float  # the same for the slowest of twenty answers
 
     @classmethod
     def of(cls, answers: Sequence[Answered], seconds: float) -> LoadResult:

@@ -22,15 +22,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import uvicorn
 
-from common import posted
+from common import note, posted
 from truedraft import Engine, SamplingParams, load_model
 from truedraft.core.budget import Budget
 from truedraft.core.noise import Noise
@@ -84,8 +85,11 @@ Expected = dict[tuple[str, int, int], str]
 """What plain decoding answers, by prompt, number of tokens and seed: -1 is greedy."""
 
 
-def draw_case(chance: random.Random, expected: Expected) -> tuple[dict[str, Any], str | None, str | None]:
-    """A request, how its client leaves (of `LEAVES`), and the text of the answer, where it is known."""
+Case = tuple[str, dict[str, Any], str | None, str | None]
+"""Path and body of a request, how its client leaves (of `LEAVES`), and the text of the answer, where it is known."""
+
+
+def draw_case(chance: random.Random, expected: Expected) -> Case:
     prompt, tokens = chance.choice(PROMPTS), chance.choice((1, 4, 8, 16))
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
     greedy, text = expected[prompt, tokens, -1], None
@@ -108,9 +112,9 @@ def draw_case(chance: random.Random, expected: Expected) -> tuple[dict[str, Any]
     if chance.random() < 0.1:
         body["speculation"] = {"enabled": False}
     if chance.random() < 0.02:
-        return body | {"temperature": -1}, None, None
+        return "/v1/completions", body | {"temperature": -1}, None, None
     body["stream"] = chance.random() < 0.5
-    return body, chance.choices((None, *LEAVES), (0.85, 0.05, 0.07, 0.03))[0], text
+    return "/v1/completions", body, chance.choices((None, *LEAVES), (0.85, 0.05, 0.07, 0.03))[0], text
 
 
 async def exchange(
@@ -134,6 +138,8 @@ def judged(status: int, head: str, text: str, streamed: bool, answer: str | None
     if status in (429, 503):
         told = '"error"' in text and "retry-after" in head
         return f"told {status}" if told else f"wrong: {status} without a reason: {text[:200]}"
+    if status == 400 and "Traceback" not in text:
+        return "refused"
     if status != 200:
         return f"wrong: status {status}: {text[:200]}"
     if not streamed:
@@ -152,14 +158,19 @@ def judged(status: int, head: str, text: str, streamed: bool, answer: str | None
     return "right" if found == answer else f"wrong: {found!r} is not {answer!r}"
 
 
-async def ask(port: int, body: dict[str, Any], leaves: str | None, expected: str | None, tally: Tally) -> None:
-    """Send one request and judge its answer; 400 is for what cannot be answered."""
-    status, head, text = await exchange(port, "/v1/completions", body, LEAVES[leaves] if leaves else None)
-    tally.ended[leaves or f"status {status}"] += 1
-    if leaves is None and (status != 400 or "Traceback" in text):
-        what = judged(status, head, text, bool(body.get("stream")), expected)
-        if what.startswith("wrong") or what == "told in the stream":
-            tally.wrong.append(f"{body}: {what}")
+async def ask(port: int, case: Case, tally: Tally) -> None:
+    """Send one request and judge its answer; one that was told to come again later is waited for."""
+    path, body, leaves, expected = case
+    try:
+        status, head, text = await exchange(port, path, body, LEAVES[leaves] if leaves else None)
+        what = leaves or judged(status, head, text, bool(body.get("stream")), expected)
+    except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
+        what = f"wrong: {type(error).__name__}: {error}"
+    if what.startswith("wrong"):
+        tally.wrong.append(f"{body}: {what}")
+    tally.ended[what.partition(":")[0]] += 1
+    if what.startswith("told"):
+        await asyncio.sleep(1.0)  # Retry-After
 
 
 def unchunked(body: bytes) -> bytes:
@@ -174,30 +185,17 @@ def unchunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def soak(port: int, requests: int, clients: int, chance: random.Random, expected: Expected) -> Tally:
-    tally = Tally()
+async def soak(port: int, requests: int, clients: int, draw: Callable[[], Case], tally: Tally) -> None:
     numbers = iter(range(requests))
 
     async def client() -> None:
         for number in numbers:
-            try:
-                await ask(port, *draw_case(chance, expected), tally)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-                tally.wrong.append(f"{type(error).__name__}: {error}")
+            await ask(port, draw(), tally)
             if number % max(requests // 50, 1) == 0:
-                tally.memory.append((number, resident_bytes()))
-                sys.stderr.write(f"\r{number} of {requests}, {len(tally.wrong)} wrong ")
-                sys.stderr.flush()
+                tally.memory.append((number, psutil.Process().memory_info().rss))
+                note(f"{number} of {requests}: {dict(tally.ended)}")
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    sys.stderr.write("\n")
-    return tally
-
-
-def resident_bytes() -> int:
-    """Memory of this process, server and clients together."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
 
 
 def expected_answers(engine: Engine) -> Expected:
@@ -229,7 +227,8 @@ def main() -> int:
     while not server.started:
         time.sleep(0.01)
     began = time.monotonic()
-    tally = asyncio.run(soak(listening.getsockname()[1], asked.requests, asked.clients, chance, expected))
+    tally, port = Tally(), listening.getsockname()[1]
+    asyncio.run(soak(port, asked.requests, asked.clients, lambda: draw_case(chance, expected), tally))
     seconds = time.monotonic() - began
     deadline = time.monotonic() + 30
     while not service.is_idle and time.monotonic() < deadline:
@@ -250,7 +249,7 @@ def report(engine: Engine, idle: bool, tally: Tally, requests: int, seconds: flo
     models = [engine.target, *(each.model for each in engine.drafter.members.values() if each.model is not None)]
     held = {
         "all answered or refused": sum(tally.ended.values()) == requests,
-        "none wrong": not tally.wrong,
+        "none wrong": not tally.wrong and not tally.ended["told in the stream"],
         "nothing waits or runs": idle,
         "nothing is left over": engine.check_idle() == [],
         "caches are given back": all(each.pool is None or each.pool.in_use == 0 for each in models),

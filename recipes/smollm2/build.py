@@ -4,52 +4,38 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import json
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import (
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    get_tensor_name_map,
+)
 from gguf.quants import quantize
 from numpy.typing import NDArray
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from recipes.common import ROOT, command, say, told
-from truedraft.drafters.registry import RECORD, write_draft_ids
-from truedraft.kinds.medusa.training import MedusaTrainingConfig
-from truedraft.kinds.redrafter.training import RedrafterTrainingConfig
-from truedraft.measure import TREE_TEMPERATURES
+from recipes.common import ROOT, command, say
+from truedraft.drafters.registry import IDS, RECORD
 from truedraft.measure.bench.prompts import read_questions
 from truedraft.models.architecture import LlamaShape, load_causal_lm, new_llama, save_llama
-from truedraft.models.loading import load_model, read_model, resolve_source
-from truedraft.training.drafts import DraftConfig, train_draft
-from truedraft.training.heads import (
-    TRAIN_TEXT,
-    TREE_TEXT,
-    HeadJob,
-    HeadTrainingConfig,
-    TargetText,
-    forecast,
-    train_stage_1,
-)
-from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
-from truedraft.training.report import HeadResult, write_head_card
-from truedraft.training.texts.answer_writer import Watch, WritingConfig, ask_itself, write_answers
-from truedraft.training.texts.data import Curriculum, copy_tokenizer, read_data
-from truedraft.training.texts.prompts import PromptSets, shuffled
-from truedraft.training.texts.self_distillation import AnswerFiles, read_answers
-from truedraft.training.workspace import WORK, TimeBudget
+from truedraft.models.loading import read_model, resolve_source
+from truedraft.training.texts.data import copy_tokenizer
 
 SEED = 7
-TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # of answers, in turn
-TREE_PROMPTS, TEST_PROMPTS = 64, 32
 PROMPTS = "prompts.jsonl"
 PACKED = ROOT / "packages/truedraft-smollm2/src/truedraft_smollm2/draft"
 SHAPE: dict[str, Any] = {"width": 256, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate": 768}
@@ -57,37 +43,16 @@ START_SPREAD = 0.02  # standard deviation of the first embedding
 _SHARED_WORDS = 10
 _PASSAGES = (80, 420)  # words of a passage
 _LEAST_CODE, _MOST_CODE = 80, 1_200  # characters of a signature with its docstring
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one stage; what is on disk already is kept."""
+    """Run one stage."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--target", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "smollm2", help="prompts, answers, drafters")
+    parser.add_argument("--run", type=Path, default=ROOT / "runs" / "smollm2", help="prompts and drafts")
     parser.add_argument("--data", type=Path, help="prompts, stage 'prompts': the folder with prompts/ and text/")
     parser.add_argument("--gguf", type=Path, help="stage 'pack': the target's GGUF file, whose tokenizer is taken")
-    parser.add_argument("--start-from", type=Path, help="stage 'draft': a draft to train further")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, help="of a training, its measurements included")
-    parser.add_argument("--rows", type=int, default=256, help="stage 'write': answers written at once")
-    parser.add_argument("--answers", type=int, default=24_000, help="stage 'write': how many")
-    parser.add_argument("--questions", type=int, default=8_192, help="stage 'write': that the model asks itself")
-    parser.add_argument("--tokens", type=int, default=256, help="stage 'write': the most of an answer")
-    parser.add_argument("--steps", type=int, default=4_000, help="of a training")
-    parser.add_argument("--tokens-per-step", type=int, default=16_384, help="stage 'draft'")
-    parser.add_argument("--rate", type=float, default=3e-3, help="stage 'draft': the learning rate")
     return command(parser, lambda options: STAGES[options.stage](options), arguments)
 
 
@@ -105,35 +70,8 @@ def _prompts(options: argparse.Namespace) -> None:
     say(f"{len(texts):,} prompts")
 
 
-def _write(options: argparse.Namespace) -> None:
-    """The model's own questions, and answers to all with their vectors; goes on where it was interrupted."""
-    run, budget = options.run, TimeBudget(options.minutes)
-    model = load_model(options.target, dtype="auto", device=options.device)
-    assert model.tokenizer is not None
-    _, prompts = read_data([run / PROMPTS], model.tokenizer.backend)
-    watch = Watch("asking", "questions", told())
-    prompts += ask_itself(model, options.questions, run, seed=SEED, batch=options.rows, watch=watch)
-    mixed, held = shuffled(prompts, SEED), TREE_PROMPTS + TEST_PROMPTS
-    tree, test, asked = mixed[:TREE_PROMPTS], mixed[TREE_PROMPTS:held], mixed[held:]
-    (run / "test.json").write_text(json.dumps(test))
-    heats = tuple(TREE_TEMPERATURES.values())
-    how = WritingConfig(answer_tokens=options.tokens, temperatures=heats, batch=options.rows, seed=SEED)
-    write_answers(model, [prompt for prompt in tree for _ in heats], run, TREE_TEXT, how)
-    # An odd number, so that a question that comes again does so at another temperature.
-    questions = list(itertools.islice(itertools.cycle(asked[: len(asked) - 1 | 1]), options.answers))
-    how = replace(how, temperatures=TEMPERATURES, seed=SEED + 1)
-    watch = Watch("answering", callbacks=told(), budget=budget)
-    text = write_answers(model, questions, run, TRAIN_TEXT, how, watch=watch)
-    decode = model.tokenizer.backend.decode
-    with (run / "answers.jsonl").open("w") as texts:
-        texts.writelines(json.dumps({"text": decode([*each.prompt, *each.answer])}) + "\n" for each in text.records)
-
-
-def _start(options: argparse.Namespace) -> Path:
+def _start(options: argparse.Namespace) -> None:
     """A draft whose embedding is the best one of its rank to the target's."""
-    folder: Path = options.run / "start"
-    if (folder / "config.json").is_file():
-        return folder
     target = load_causal_lm(options.target)
     config = target.config
     shape = LlamaShape(
@@ -150,30 +88,8 @@ def _start(options: argparse.Namespace) -> Path:
     near = table @ directions[:, -shape.width :]
     draft.get_input_embeddings().weight.data = (near * (START_SPREAD / near.std())).float()
     draft.tie_weights()
-    save_llama(draft, folder)
-    copy_tokenizer(options.target, folder)
-    return folder
-
-
-def _draft(options: argparse.Namespace) -> None:
-    size = options.tokens_per_step
-    config = DraftConfig(
-        start_from=options.start_from or _start(options),
-        schedule=WarmupStableDecay.of(options.steps, 0.3),
-        optimizer=OptimizerConfig(options.rate, options.rate),
-        curriculum=Curriculum(512, min(2048, size), size, size),
-        seed=SEED,
-        device=options.device,
-    )
-    result = train_draft(
-        options.target,
-        [options.run / "answers.jsonl"],
-        options.run / "draft",
-        config,
-        callbacks=told(),
-        budget=TimeBudget(options.minutes),
-    )
-    say(json.dumps(result.as_dict()))
+    save_llama(draft, options.run / "start")
+    copy_tokenizer(options.target, options.run / "start")
 
 
 def _unpack(options: argparse.Namespace) -> None:
@@ -184,54 +100,16 @@ def _unpack(options: argparse.Namespace) -> None:
     copy_tokenizer(options.target, options.run / "first")
 
 
-def _medusa(options: argparse.Namespace) -> None:
-    _heads(options, MedusaTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
-
-
-def _redrafter(options: argparse.Namespace) -> None:
-    _heads(options, RedrafterTrainingConfig(steps=options.steps, seed=SEED, device=options.device))
-
-
 def _pack(options: argparse.Namespace) -> None:
     """The draft as a GGUF file of 4 bits, beside the record that says whose draft it is."""
     folder: Path = options.run / "packed" / "draft"
     folder.mkdir(parents=True, exist_ok=True)
     kind = GGMLQuantizationType.Q4_0
-    write_gguf(read_draft(options.run / "draft"), options.gguf, folder / f"draft-{kind.name}.gguf", kind)
+    write_gguf(load_causal_lm(options.run / "draft"), options.gguf, folder / f"draft-{kind.name}.gguf", kind)
+    shutil.copy(options.run / "draft" / IDS, folder)
     record = json.loads((options.run / "draft" / RECORD).read_text())
     config = json.loads((options.run / "draft" / "config.json").read_text())
     (folder / RECORD).write_text(json.dumps(record | {"vocab_size": config["vocab_size"]}, indent=1) + "\n")
-
-
-def _ids(options: argparse.Namespace) -> None:
-    """Records with the packed draft the ids that the answers' distributions make likeliest, which it guesses among."""
-    weight = load_causal_lm(options.target).get_output_embeddings().weight.detach().to(options.device).float()
-    text = read_answers(options.run, TRAIN_TEXT, weight.shape[1])
-    mass = torch.zeros(len(weight), dtype=torch.float64, device=options.device)
-    for first in range(0, len(text.bits), 512):
-        mass += torch.softmax(text.hidden(slice(first, first + 512)).to(weight) @ weight.T, -1).sum(0)
-    likeliest = mass.argsort(descending=True, stable=True)[: DraftConfig().draft_vocab]
-    write_draft_ids(PACKED, likeliest.tolist())
-    say(f"{len(likeliest):,} ids have {float(mass[likeliest].sum() / mass.sum()):.4f} of the mass")
-
-
-def _heads(options: argparse.Namespace, config: HeadTrainingConfig) -> None:
-    out = options.run / config.head.kind
-    width = AutoConfig.from_pretrained(options.target).hidden_size
-    abouts = {name: json.loads((options.run / f"{name}.json").read_text()) for name in (TRAIN_TEXT, TREE_TEXT)}
-    train, tree = (AnswerFiles(options.run, name, width, about).read() for name, about in abouts.items())
-    test = json.loads((options.run / "test.json").read_text())
-    kept = [record.prompt for record in train.records]
-    sets = PromptSets(
-        kept, [r.prompt for r in tree.records], test, np.zeros(0, np.uint32), source="chats that it was not trained on"
-    )
-    job = HeadJob(str(options.target), sets, config, told(), TimeBudget(options.minutes), "its own answers to chats")
-    (out / WORK).mkdir(parents=True, exist_ok=True)
-    job = forecast(job, out / WORK)
-    text = TargetText(train, tree, abouts[TRAIN_TEXT]["target"])
-    result = HeadResult(out, *train_stage_1(job, text, out, out / WORK))
-    write_head_card(result, config.head.kind, str(options.target), job.data, config.device)
-    say(json.dumps(result.report.as_dict()))
 
 
 # ---------------------------------------------------------------------------------------------- questions that are ours
@@ -304,14 +182,10 @@ def _about_passages(text: str, count: int, dice: random.Random) -> Iterable[str]
 # --------------------------------------------------------------------------------------------- the draft as a GGUF file
 
 
-def write_gguf(draft: LlamaForCausalLM, target: Path, out: Path, kind: GGMLQuantizationType) -> None:
-    """Quantise the matrices of a draft and write them, for us and for other engines.
+def write_gguf(draft: PreTrainedModel, target: Path, out: Path, kind: GGMLQuantizationType) -> None:
+    """Quantise the matrices of a draft with tied embeddings and write them, for us and for other engines.
 
-    Args:
-        draft: with tied embeddings.
-        target: the GGUF file whose tokenizer the draft has.
-        out: the file to write.
-        kind: of the matrices; norms stay float32.
+    Norms stay float32; the tokenizer is that of the GGUF file `target`.
     """
     config = draft.config
     writer = GGUFWriter(out, "llama")
@@ -329,8 +203,9 @@ def write_gguf(draft: LlamaForCausalLM, target: Path, out: Path, kind: GGMLQuant
     writer.add_vocab_size(config.vocab_size)
     _copy_tokenizer(GGUFReader(target), writer)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in draft.model.state_dict().items():
-        stored = _stored_name(name)
+        stored = names.get_name(f"model.{name}", (".weight",))
         values = weight.detach().float().numpy()
         part = stored.split(".")[2] if stored.startswith("blk.") else ""
         if part in heads:
@@ -343,13 +218,6 @@ def write_gguf(draft: LlamaForCausalLM, target: Path, out: Path, kind: GGMLQuant
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _stored_name(name: str) -> str:
-    if not name.startswith("layers."):
-        return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
-    _, number, part = name.removesuffix(".weight").split(".", 2)
-    return f"blk.{number}.{_NAMES[part]}.weight"
 
 
 def _interleaved(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -368,22 +236,7 @@ def _copy_tokenizer(source: GGUFReader, writer: GGUFWriter) -> None:
             writer.add_key_value(name, field.contents(), field.types[0], inner)
 
 
-def read_draft(folder: Path) -> LlamaForCausalLM:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert isinstance(model, LlamaForCausalLM)
-    return model
-
-
-STAGES = {
-    "prompts": _prompts,
-    "write": _write,
-    "unpack": _unpack,
-    "draft": _draft,
-    "medusa": _medusa,
-    "redrafter": _redrafter,
-    "pack": _pack,
-    "ids": _ids,
-}
+STAGES = {"prompts": _prompts, "start": _start, "unpack": _unpack, "pack": _pack}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 
 from recipes.common import ROOT, command, pretraining_loop, run_loop, say, train_tokenizer
 from recipes.stdlib.publish import publish
-from recipes.stdlib.settings import CONTEXT, VOCAB_SIZE, Settings
+from recipes.stdlib.settings import CONTEXT, STAGES, VOCAB_SIZE, Stage
 from recipes.stdlib.sources import load_sources, write_prompts
 from truedraft.errors import DataError
 from truedraft.machine import describe_machine
@@ -33,7 +34,7 @@ class Recipe:
     """Where the recipe works, and with which settings."""
 
     run: Path
-    settings: Settings
+    stages: Mapping[str, Stage]
     device: str = "cpu"
     every: int = 20  # steps between two lines of progress
 
@@ -80,7 +81,7 @@ class Recipe:
         """Train the target through the first part of its stable stretch, branch, and decay the branch."""
         out = self.run / "first-target"
         if not _is_model(out):
-            trunk = self._pretrain("target", "target", until=self.settings.first_target_stable_steps)
+            trunk = self._pretrain("target", "target", until=self.stages["first_target"].stable)
             branch = out / "work"
             if not (branch / CHECKPOINT).exists():
                 branch.mkdir(parents=True, exist_ok=True)
@@ -96,16 +97,15 @@ class Recipe:
         return out
 
     def _pretrain(self, stage: str, name: str, *, until: int | None = None) -> TrainingLoop:
-        shape, config = self.settings.pretraining(stage)
-        stream = read_stream(self.run / "train.bin")
-        loop = pretraining_loop(shape, replace(config, device=self.device), stream, self.run / name)
+        shape, config = self.stages[stage].shape, replace(self.stages[stage].config, device=self.device)
+        loop = pretraining_loop(shape, config, read_stream(self.run / "train.bin"), self.run / name)
         run_loop(loop, name, until=until, every=self.every)
         return loop
 
     def _distilled(self, stage: str, target: Path, start: Path) -> Path:
         out = self.run / stage.replace("_", "-")
         if not _is_model(out):
-            config = replace(self.settings.distillation(stage), start_from=start, device=self.device)
+            config = replace(self.stages[stage].config, start_from=start, device=self.device)
             teacher = load_causal_lm(target, dtype=torch.bfloat16, device=self.device).eval()
             draft = starting_draft(config, teacher, load_tokenizer(target))
             loop = stream_loop(config, teacher, draft, read_stream(self.run / "train.bin"), out)
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
 
     def work(options: argparse.Namespace) -> None:
-        Recipe(options.run, Settings.load(), options.device).all(options.out)
+        Recipe(options.run, STAGES, options.device).all(options.out)
 
     return command(parser, work, arguments)
 

@@ -15,7 +15,7 @@ from truedraft.machine import describe_machine
 from truedraft.models.architecture import load_causal_lm
 from truedraft.models.loading import load_model
 from truedraft.training.drafts import chain_evaluations, record_draft
-from truedraft.training.evaluate import EngineEvaluation, evaluate_pair, mean_loss
+from truedraft.training.evaluate import evaluate_pair, mean_loss
 from truedraft.training.report import Card, pair_facts, training_facts
 from truedraft.training.texts.data import read_stream
 
@@ -70,8 +70,11 @@ def publish(run: Path, target: Path, draft: Path, destination: Path) -> dict[str
         rows["held-out data"] = f"{facts['held_out_files']} files, {pair.tokens:,} tokens"
         if name == "draft":
             rows |= {row: value for row, value in pair_facts(pair).items() if row not in _OF_BOTH}
-            prompts = run / "heldout_prompts.jsonl"
-            record_draft(out, "embedded:target", models["target"], pair, served(target, draft, prompts))
+            lines = (run / "heldout_prompts.jsonl").read_text().splitlines()
+            engine_target, ours = load_model(target), load_model(draft)
+            prompts = [engine_target.tokenizer.encode(json.loads(line)["text"]) for line in lines]
+            served = chain_evaluations(engine_target, ours, prompts)
+            record_draft(out, "embedded:target", models["target"], pair, served)
         Card(facts=rows, **_CARDS[name]).write(out)
         shutil.rmtree(destination / name, ignore_errors=True)
         out.replace(destination / name)
@@ -89,13 +92,6 @@ def publish(run: Path, target: Path, draft: Path, destination: Path) -> dict[str
     }
     say("published: " + " ".join(f"{key} {value:.4f}" for key, value in result.items()))
     return result
-
-
-def served(target: Path, draft: Path, prompts: Path) -> list[EngineEvaluation]:
-    model = load_model(target)
-    assert model.tokenizer is not None
-    texts = [json.loads(line)["text"] for line in prompts.read_text().splitlines()]
-    return chain_evaluations(model, load_model(draft), [model.tokenizer.encode(text) for text in texts])
 
 
 def keep_log(log: Path, name: str) -> None:

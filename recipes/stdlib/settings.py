@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from truedraft.models.architecture import LlamaShape
 from truedraft.training.drafts import DraftConfig
 from truedraft.training.optimizer import OptimizerConfig, WarmupStableDecay
 from truedraft.training.texts.data import Curriculum
 
-SETTINGS = Path(__file__).parent / "settings.json"
 VOCAB_SIZE = 8192
 CONTEXT = 2048
 WARMUP_STEPS = 10
@@ -24,40 +21,27 @@ DRAFT_SHAPE = LlamaShape(
 CURRICULUM = Curriculum(stable_length=512, decay_length=CONTEXT, tokens_per_step=4096, tokens_per_pass=4096)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Steps of each stage, 4,096 tokens a step. The committed file holds those of the committed weights."""
+class Stage(NamedTuple):
+    """A training of a model: steps of 4,096 tokens before and in the decay, the highest rate, and the seed."""
 
-    target_stable_steps: int
-    target_decay_steps: int
-    first_target_stable_steps: int  # where the first, early target branches off
-    first_target_decay_steps: int
-    draft_start_steps: int  # next-token training on the text, before the first distillation
-    first_draft_stable_steps: int
-    first_draft_decay_steps: int
-    draft_stable_steps: int
-    draft_decay_steps: int
+    shape: LlamaShape
+    stable: int
+    decay: int
+    rate: float
+    seed: int
 
-    @classmethod
-    def load(cls, path: Path = SETTINGS) -> Settings:
-        return cls(**json.loads(path.read_text()))
-
-    def pretraining(self, stage: str) -> tuple[LlamaShape, DraftConfig]:
-        """Of `target`, of `first_target`, which is the same run decayed early, and of `draft_start`: the draft as a
-        language model of its own, cheap steps before the dear ones."""
-        if stage == "target":
-            return TARGET_SHAPE, _config(self.target_stable_steps, self.target_decay_steps, 2e-3, 0)
-        if stage == "first_target":
-            return TARGET_SHAPE, _config(self.first_target_stable_steps, self.first_target_decay_steps, 2e-3, 0)
-        return DRAFT_SHAPE, _config(self.draft_start_steps, 0, 4e-3, 1)
-
-    def distillation(self, stage: str) -> DraftConfig:
-        """Of `first_draft` and `draft`."""
-        if stage == "first_draft":
-            return _config(self.first_draft_stable_steps, self.first_draft_decay_steps, 3e-3, 2)
-        return _config(self.draft_stable_steps, self.draft_decay_steps, 3e-3, 3)
+    @property
+    def config(self) -> DraftConfig:
+        schedule = WarmupStableDecay(WARMUP_STEPS, self.stable, self.decay)
+        optimizer = OptimizerConfig(self.rate, self.rate)
+        return DraftConfig(schedule=schedule, optimizer=optimizer, curriculum=CURRICULUM, seed=self.seed)
 
 
-def _config(stable: int, decay: int, rate: float, seed: int) -> DraftConfig:
-    schedule, optimizer = WarmupStableDecay(WARMUP_STEPS, stable, decay), OptimizerConfig(rate, rate)
-    return DraftConfig(schedule=schedule, optimizer=optimizer, curriculum=CURRICULUM, seed=seed)
+STAGES = {
+    "target": Stage(TARGET_SHAPE, 1120, 250, 2e-3, 0),
+    "first_target": Stage(TARGET_SHAPE, 300, 30, 2e-3, 0),  # the same run, decayed early
+    "draft_start": Stage(DRAFT_SHAPE, 260, 0, 4e-3, 1),  # on the text alone: cheap steps before the dear ones
+    "first_draft": Stage(DRAFT_SHAPE, 140, 30, 3e-3, 2),
+    "draft": Stage(DRAFT_SHAPE, 2390, 590, 3e-3, 3),
+}
+"""Those of the committed weights."""

@@ -109,7 +109,7 @@ def test_one_cell_is_made_and_a_second_run_goes_on_behind_it(
     assert record["temperature"] == 0.0
     assert record["controls_found"] == record["controls"] == 2
     assert f"1 of 1: {record['verdict']}; {record['cell']}; " in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["", *options, "--every", "1000"])
+    monkeypatch.setattr(script, "cells", lambda: iter(CELLS[:1]))
     monkeypatch.setattr(script, "load_model", lambda _: pytest.fail("there is nothing to do"))
     assert script.main() == 0
     assert len(out.read_text().splitlines()) == 1

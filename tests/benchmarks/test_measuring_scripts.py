@@ -1,4 +1,4 @@
-"""Scripts that measure drafters and weights on texts: what they ask, what they write, and that counts come again."""
+"""Scripts that measure drafters and models on texts: what they ask, what they write, and that counts come again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import pytest
 import torch
 
 import acceptance
-import kv_dtype
-import quantised_weights
+import peers_ours
 import real_prompts
 from support.embedded_models import share_embedded
-from support.gguf_files import write
-from truedraft import load_model
+from support.tiny_models import build, llama
 from truedraft.cli.main import main
-from truedraft.models.backends.native.build import built
+from truedraft.models.huggingface import HuggingFaceModel
 
 QUESTIONS = {
     "mt_bench": {"question_id": 81, "turns": ["class Stack:"], "category": "coding"},
@@ -56,11 +54,6 @@ def on_questions(tmp_path: Path, accepted: Run) -> Run:
         (tmp_path / name).mkdir()
         (tmp_path / name / "questions.jsonl").write_text(2 * (json.dumps(question) + "\n"))
     return lambda *words: accepted(*words, "--prompts", str(tmp_path), "--limit", "1", "--sets", *QUESTIONS)
-
-
-def test_what_is_foretold_on_the_same_questions_is_served(on_questions: Run) -> None:
-    (line,) = on_questions("draft,num_speculative_tokens=3", "--foretell", "--temperatures", "0")
-    assert line["foretold"]["value"] == line["over_all"]["value"] > 1.0
 
 
 def test_counts_are_told_by_set_and_come_again(on_questions: Run) -> None:
@@ -123,27 +116,9 @@ def test_the_command_knows_the_words(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "mt_bench" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(built(torch.float32).library is None, reason=built(torch.float32).reason)
-def test_ways_to_run_quantised_weights_are_compared_with_their_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("truedraft.models.gguf.cache_folder", lambda: tmp_path)
-    monkeypatch.setattr("servers.LLAMA_CPP", tmp_path / "nowhere")
-    file = write(tmp_path / "model.gguf", "llama", {"token_embd": "Q8_0", "": "Q4_K"})
-    (tmp_path / "text").write_text("some text that is long enough")
-    found = quantised_weights.measure(file, [tmp_path / "text"], pieces=1, tokens=16)
-    assert found["types"].keys() == {"Q8_0", "Q4_K"} and sum(found["types"].values()) == pytest.approx(1)
-    assert found["llama.cpp"] is None and found["pieces"] == 1
-    exact, codes = (found["ways"][name] for name in (quantised_weights.REFERENCE, "codes, float32"))
-    assert exact["mean_kl"] == 0.0 < codes["mean_kl"] < 0.1 and codes["weight_bytes"] < exact["weight_bytes"] / 3
-
-
-def test_both_caches_are_compared_and_timed() -> None:
-    models = {name: load_model("embedded:target", dtype="float32", kv_dtype=name) for name in ("auto", "int8")}
-    ids = torch.arange(1, 100) * 37 % models["auto"].vocab_size
-    apart = kv_dtype.distances(models, [ids], pieces=2, tokens=40)
-    assert apart["pieces"] == 2 and apart["kv auto"]["mean_kl"] == 0.0 < apart["kv int8"]["mean_kl"] < 0.01
-    times = kv_dtype.times(models, ids, context=90, rows=(1, 3), turns=2)
-    assert times["context"] == 90 and times["forward_ms"].keys() == {"1", "3"}
-    assert min(*times["forward_ms"]["1"].values(), *times["forward_ms"]["3"].values()) > 0.0
-    assert times["bytes_of_a_token"]["int8"] < 0.3 * times["bytes_of_a_token"]["auto"]
+@torch.inference_mode()
+def test_a_piece_of_text_surprises_by_its_log_probabilities() -> None:
+    model, ids = build(llama(), seed=1), torch.arange(1, 24) * 37 % 97
+    expected = model(ids[None], labels=ids[None]).loss.item()
+    found = peers_ours.surprises(HuggingFaceModel(model, None, "small"), ids)
+    assert len(found) == 22 and found.mean().item() == pytest.approx(expected, rel=1e-4)

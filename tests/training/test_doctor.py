@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from doctor import as_offsets, far_apart, flipped, ids_exchanged, moved, reversed_layers, theta_of, untrained
 from support.embedded_models import embedded
 from training.conftest import LEARNING, SHAPE, pretrained
 from truedraft import load_model
@@ -94,6 +93,56 @@ def heldout() -> list[Prompt]:
     tokenizer = embedded().tokenizer
     assert tokenizer is not None
     return [Prompt(str(number), each, tuple(tokenizer.encode(each))) for number, each in enumerate(texts)]
+
+
+def untrained(weight: str, flag: str) -> Callable[[Any], Any]:
+    """A table of its own, with a row for each id, that nobody trained."""
+
+    def change(head: Any) -> Any:
+        noise = torch.randn(head.config.vocab_size, head.config.width, generator=torch.Generator().manual_seed(1))
+        return changed(head, {flag: True}, weights={weight: (0.05 * noise).to(next(head.parameters()).dtype)})
+
+    return change
+
+
+def moved(by: int) -> Callable[[Any], Any]:
+    return lambda head: changed(head, {"layers": tuple(each + by for each in head.config.layers)})
+
+
+def reversed_layers(head: Any) -> Any:
+    return changed(head, {"layers": head.config.layers[::-1]})
+
+
+def far_apart(head: Any, by: float = 100.0) -> Any:
+    """A vector in all rows of the LM head, which moves all logits alike: to float32 it is nothing."""
+    weight = head.lm_head.weight.float()
+    common = by * torch.randn(weight.shape[1], generator=torch.Generator().manual_seed(1))
+    return changed(head.float(), {}, weights={"lm_head.weight": weight + common})
+
+
+def as_offsets(head: Any) -> Any:
+    return changed(head, {}, weights={"draft_ids": head.draft_ids - torch.arange(len(head.draft_ids))})
+
+
+def flipped(name: str) -> Callable[[Any], Any]:
+    return lambda head: changed(head, {name: not getattr(head.config, name)})
+
+
+def theta_of(theta: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = theta
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def ids_exchanged(folder: Path) -> None:
+    """Rows of the embedding in another order, as of another tokenizer."""
+    (file,), name = folder.glob("*.safetensors"), "model.embed_tokens.weight"
+    weights = load_file(file)
+    order = torch.randperm(len(weights[name]), generator=torch.Generator().manual_seed(1))
+    save_file(weights | {name: weights[name][order].contiguous()}, file, {"format": "pt"})
 
 
 PLANTED: list[tuple[str, Callable[[Any], Any], str]] = [
