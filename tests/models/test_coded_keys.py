@@ -246,7 +246,8 @@ def test_answers_are_those_of_the_weights_in_fewer_bits(config: PretrainedConfig
 def test_memory_is_that_of_the_fewer_bits_and_all_is_said(tied: Path) -> None:
     plain, model = (load_model(tied, dtype="float32", weights=weights) for weights in (None, "q8"))
     assert model.weight_bytes < 0.35 * plain.weight_bytes
-    assert model.fast_paths == ("native forward", "weights of 8 bits")
+    path, words = model.fast_paths
+    assert path == "native forward" and words.startswith("weights of 8 bits")  # then what the processor lacks
     assert model.name == plain.name
     assert model.fingerprint == plain.fingerprint
     held = {

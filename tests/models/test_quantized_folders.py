@@ -340,7 +340,7 @@ def test_a_quantised_lm_head(tied: bool, tmp_path: Path) -> None:
     save_file(numbers, twin / "model.safetensors", {"format": "pt"})
     edit(folder, tie_word_embeddings=tied)
     model = load_model(folder, dtype="float32")
-    assert (model.fast_paths[1] == "weights of 4 bits") == (not tied)
+    assert model.fast_paths[1].startswith("weights of 4 bits") == (not tied)
     assert model.fingerprint == load_model(twin, dtype="float32").fingerprint
 
 
