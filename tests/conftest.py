@@ -25,16 +25,13 @@ keep_rows_alike(torch.device("cpu"), torch.bfloat16)
 
 gc.disable()  # a fifth of the time of collecting tests
 
-_MOST = 2
+_MOST = 1
 """Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
 _PARTS = 3
 _WHOLE = (
-    "core", "verification", "test_docs.py", "certify/test_mutants.py",
-    "engine/test_distribution", "engine/test_one_wait.py", "models/test_row_invariance.py",
-    "drafters/heads/test_levels.py", "kinds/test_layer_folders.py",
+    "core", "verification", "drafters/heads/test_levels.py", "certify/test_mutants.py", "test_docs.py",
 )  # fmt: skip
-"""Where every case counts: laws that are summed exactly, what must be seen, bits of rows, and what each kind of heads
-draws from and is refused for."""
+"""Where every case counts: laws that are summed exactly, what each kind of heads draws from, and what must be seen."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -134,6 +134,7 @@ def test_kernels_run_on_a_cpu_by_the_interpreter_alone(monkeypatch: pytest.Monke
     assert not graph_attention.has_kernels(cpu)
 
 
+@pytest.mark.slow
 def test_nothing_but_the_kernels_needs_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import truedraft.models.backends.graphs as graphs"
     kernels = "import truedraft.models.backends.graphs.layer_kernels"

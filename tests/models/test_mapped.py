@@ -79,6 +79,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     sizes.free(last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["cut short", "overwritten"])
 def test_a_file_that_changes_while_a_model_serves_changes_no_answer(tmp_path: Path, spoil: str) -> None:
     """In a process of its own, which a mapped file that is cut short would end."""

@@ -36,6 +36,8 @@ from truedraft.training.texts.answer_writer import WritingConfig
 from truedraft.training.texts.data import save_tokenizer
 from truedraft.training.texts.prompts import PromptSets
 
+pytestmark = pytest.mark.slow  # four heads are trained first; tests/cli/test_doctor_command.py has one fault
+
 PROMPTS, TOKENS = 14, 14
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n<|endoftext|>\n\n{% endfor %}"
 

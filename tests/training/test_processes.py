@@ -119,6 +119,7 @@ def pair(learned_folder, stream, tmp_path_factory) -> Path:  # type: ignore[no-u
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_two_processes_are_one(kind: str, pair: Path, learned_folder, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     compute_in_float32(monkeypatch.setattr)

@@ -115,7 +115,8 @@ def dist_of_answers(
     raise AssertionError
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_distribution_of_answers_is_the_targets(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     target, draft = quarters(seed), halves(seed + 10)
     dist, hits = dist_of_answers(monkeypatch, EveryNoise(), target, draft)

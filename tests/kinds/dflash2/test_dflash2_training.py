@@ -93,6 +93,7 @@ def test_senseless_options_are_refused(options: dict[str, Any], said: str) -> No
         DFlash2TrainingConfig(**options)
 
 
+@pytest.mark.slow
 def test_a_short_training_on_the_embedded_target_brings_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

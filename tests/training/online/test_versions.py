@@ -77,6 +77,7 @@ def marks(folder: Path) -> int:
     return number
 
 
+@pytest.mark.slow
 def test_whatever_write_it_is_killed_at_the_last_named_version_loads(tmp_path: Path) -> None:
     """A process for each write, which kills itself there (SIGKILL); the last of them comes to its end."""
     path = [str(Path(__file__).parents[2]), *(each for each in sys.path if each.endswith("src"))]
