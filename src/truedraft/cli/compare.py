@@ -69,9 +69,7 @@ class Pair(BothWays):
 
     group: Group
     first: tuple[Row, Row]  # the first row of plain and of speculative decoding
-    difference: answers.Difference | None = (
-        None  # the first differing token, if the tokens must be identical and are not
-    )
+    difference: answers.Difference | None = None  # the first one, if the tokens must be identical and are not
 
     @property
     def name(self) -> str:

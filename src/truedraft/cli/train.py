@@ -203,14 +203,14 @@ def _run(
     terminal = Terminal()
     main, tracker = True, None
     try:
-        with joined(str(pick_device(options.machine.device))) as device, quiet_hub(), _Bars(terminal) as bars:
+        with joined(str(pick_device(options.machine.device))) as device, quiet_hub(), contextlib.ExitStack() as shown:
             main = Processes.here().main
             if main:
                 _check_folder(kind, job)
             if main and options.run.tracker is not None:
                 tracker = Tracker(options.run.tracker, job.out, device)
             set_threads(options.machine.threads)
-            result = train(model, _told(terminal, bars, tracker), budget, device)
+            result = train(model, _told(terminal, _Bars(terminal, shown), tracker), budget, device)
     except KeyboardInterrupt as stop:
         if not main:
             return INTERRUPTED
@@ -339,20 +339,19 @@ def how_to_go_on(job: JobOptions, *, keeps_answers: bool) -> str:
     return f"interrupted; {same} goes on, with the answers that are written"
 
 
-class _Bars(contextlib.ExitStack):
+class _Bars:
     """One bar after another, one for each kind of work."""
 
-    def __init__(self, terminal: Terminal) -> None:
-        super().__init__()
-        self._terminal = terminal
+    def __init__(self, terminal: Terminal, stack: contextlib.ExitStack) -> None:
+        self._terminal, self._stack = terminal, stack
         self._what: str | None = None
         self._update: Progress = lambda done, remark: None
         self._said = time.monotonic()
 
     def show(self, what: str, done: int, total: int, remark: str) -> None:
         if what != self._what:
-            self.close()
-            self._update = self.enter_context(self._terminal.progress(what, total))
+            self._stack.close()
+            self._update = self._stack.enter_context(self._terminal.progress(what, total))
             self._what, self._said = what, time.monotonic()
         self._update(done, remark)
         quiet = what == "training" or self._terminal.err.is_terminal  # training has a line for each checkpoint
