@@ -1,4 +1,4 @@
-"""Pages of a file of weights: let go of where they are a file's, and of nothing else."""
+"""Weights of mapped files are copied, and their pages let go; other memory stays as it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-from truedraft.models.mapped import forget_pages, return_freed_memory
+from support.tiny_models import build, llama
+from truedraft.models.huggingface import HuggingFaceModel
+from truedraft.models.loading import fastest_backend
+from truedraft.models.mapped import in_memory, return_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mappings are read from /proc")
 
@@ -28,7 +32,7 @@ def resident(path: Path) -> int:
     return total
 
 
-def test_a_mapped_weight_is_let_go_of_and_stays_readable(tmp_path: Path) -> None:
+def test_a_mapped_weight_is_copied_and_its_pages_let_go(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     written = torch.randn(512, 1024)
     save_file({"first": written, "second": written + 1.0}, path)
@@ -39,19 +43,29 @@ def test_a_mapped_weight_is_let_go_of_and_stays_readable(tmp_path: Path) -> None
     before = resident(path)
     if before < 4000:
         pytest.skip("this safetensors reads its files and does not map them")
-    forget_pages(first)
+    copy = in_memory(first)
     assert resident(path) <= before - 2000
+    assert copy.data_ptr() != first.data_ptr()
+    assert copy.equal(written)
     assert first.equal(written)
     assert second.equal(written + 1.0)
 
 
+def test_a_model_that_transformers_mapped_is_in_memory_once(tmp_path: Path) -> None:
+    build(llama(hidden_size=256, intermediate_size=1024), seed=3).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if resident(file) < 1000:
+        pytest.skip("this transformers reads its files and does not map them")
+    model = HuggingFaceModel(read, None, "tiny", fastest_backend)
+    assert resident(file) < 100
+    assert model.fingerprint
+
+
 def test_memory_that_is_no_files_stays_as_it_is() -> None:
     weight = torch.randn(512, 1024)
-    kept = weight.clone()
-    forget_pages(weight)
-    forget_pages(weight.t())
-    forget_pages(torch.empty(0))
-    assert weight.equal(kept)
+    assert in_memory(weight) is weight
+    assert in_memory(empty := torch.empty(0)) is empty
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:

@@ -26,6 +26,7 @@ from truedraft.models.base import Choose, DrawnChain, ForwardOutput, HeadRun, La
 from truedraft.models.cache import CachePool, CodedBuffers
 from truedraft.models.checkpoint import Checkpoint, can_be_read_from, fingerprint_of, is_whole, sample_of
 from truedraft.models.lm_head import LmHead, LogitFinish, lm_head_width, refuse_other_logits
+from truedraft.models.mapped import read_in
 from truedraft.models.multimodal import Processor, placeholders_of, senses_of
 from truedraft.models.padding import padding_note_of, padding_of
 from truedraft.models.probe import rows_depend_on_their_number, some_ids
@@ -92,6 +93,7 @@ class HuggingFaceModel(LanguageModel):
         self._fingerprint: str | None = None
         if checkpoint is None and backend is not StockBackend and can_be_read_from(model):
             self._fingerprint = fingerprint_of(model)
+            read_in(model)  # packed weights are copies, and these would stay in memory
         self._make_backend = backend
         self._use(backend(model))
         self.device = model.device

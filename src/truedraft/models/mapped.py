@@ -6,40 +6,33 @@ import contextlib
 import ctypes
 import mmap
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 _MAPS = Path("/proc/self/maps")
+Span: TypeAlias = tuple[int, int, str]
 
 
-def forget_pages(weight: Tensor) -> None:
-    """Release a weight's mapped file pages; it stays readable. Otherwise a packed model is in memory twice."""
-    advice = getattr(mmap, "MADV_DONTNEED", None)
-    if advice is None or weight.device.type != "cpu" or not weight.is_contiguous() or not _MAPS.exists():
-        return
-    start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last and _is_of_a_file(first, last):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
-
-
-def in_memory(tensor: Tensor, files: Sequence[tuple[int, int]] | None = None) -> Tensor:
+def in_memory(tensor: Tensor, files: Sequence[Span] | None = None) -> Tensor:
     """A tensor of a file, copied if the file may be mapped, so that later changes of the file do not affect it.
 
     If a mapped file is overwritten in place, the bytes change; if it is truncated, the process is killed. `files` are
-    address ranges from `_files_mapped`; None reads them now.
+    from `_files_mapped`; None reads them now. Pages of a file of weights leave memory with the copy, or it would be
+    there twice.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     files, address = _files_mapped() if files is None else files, tensor.data_ptr()
-    if files is not None:
-        place = bisect_right(files, address, key=lambda span: span[0]) - 1
-        if place < 0 or address >= files[place][1]:
-            return tensor
+    if files is None:
+        return tensor.clone()
+    place = bisect_right(files, address, key=lambda span: span[0]) - 1
+    if place < 0 or address >= files[place][1]:
+        return tensor
     copy = tensor.clone()
-    forget_pages(tensor)
+    _forget_pages(tensor, files[place])
     return copy
 
 
@@ -51,24 +44,28 @@ def read_in(module: nn.Module) -> None:
             weight.data = in_memory(weight.data, files)
 
 
-def _mappings() -> Iterator[tuple[int, int, str]]:
+def _files_mapped() -> list[Span] | None:
+    """Begin, end and path of each mapping of a file, by address; None where the system does not tell."""
+    if not _MAPS.exists():
+        return None
+    spans = []
     for line in _MAPS.read_text().splitlines():
         span, _, _, _, inode, *path = line.split(maxsplit=5)
         if inode != "0":
             begin, end = (int(each, 16) for each in span.split("-"))
-            yield begin, end, "".join(path)
+            spans.append((begin, end, "".join(path)))
+    return sorted(spans)
 
 
-def _files_mapped() -> list[tuple[int, int]] | None:
-    return sorted((begin, end) for begin, end, _ in _mappings()) if _MAPS.exists() else None
-
-
-def _is_of_a_file(first: int, last: int) -> bool:
-    """Whether addresses are within one mapping of a file of weights; in other memory their content would be lost."""
-    return any(
-        begin <= first and last <= end and (path.endswith(".safetensors") or "/blobs/" in path)  # the hub's cache
-        for begin, end, path in _mappings()
-    )
+def _forget_pages(tensor: Tensor, file: Span) -> None:
+    """Release a tensor's pages of a mapped file of weights; it stays readable. Other memory would lose its content."""
+    begin, end, path = file
+    if not (path.endswith(".safetensors") or "/blobs/" in path) or not tensor.is_contiguous():  # the hub's cache
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if begin <= first < last <= end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def return_freed_memory() -> None:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from truedraft.models.mapped import forget_pages
-
 # oneDNN chooses the layout for a number of rows; with 8, unlike 1, a row's bits do not depend on their number.
 _ROWS = 8
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
@@ -94,7 +92,6 @@ def fuse(layers: Sequence[nn.Linear]) -> PackedLinear:
 def release(layer: nn.Module) -> None:
     """Free the weights of a layer after something else has taken them over."""
     for name, weight in list(layer.named_parameters(recurse=False)):
-        forget_pages(weight)
         setattr(layer, name, None if name == "bias" else nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 

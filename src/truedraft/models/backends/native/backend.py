@@ -46,7 +46,7 @@ from truedraft.models.backends.native.memory import (
 from truedraft.models.base import DrawnChain, HeadRun, Segment
 from truedraft.models.cache import Buffers, RequestCache
 from truedraft.models.llama import Experts, Linears, Llama, LlamaLayer
-from truedraft.models.mapped import forget_pages, return_freed_memory
+from truedraft.models.mapped import return_freed_memory
 from truedraft.models.packed_linear import release
 from truedraft.models.quantized import Scheme, in_halves, quantized_of
 from truedraft.models.threads import forward_threads
@@ -145,7 +145,6 @@ class NativeBackend(Backend):
         if self._table is not None:
             before.add(model.embedding)
             model.coded, model.embedding = made.lm_head, None
-            forget_pages(self._table)
             self._table.data = self._table.new_zeros(()).expand(self._table.shape)
         model.layer, model.lm_head = made.layer, made.lm_head
         weights.free(before)
