@@ -6,7 +6,8 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -21,7 +22,7 @@ from truedraft.cli.export import export
 from truedraft.cli.failures import DONE, FAILED, UNDECIDED, error_record, report, warnings_as_lines
 from truedraft.cli.generate import generate
 from truedraft.cli.info import drafters, info
-from truedraft.cli.parameters import command
+from truedraft.cli.parameters import Command, command
 from truedraft.cli.plan import plan
 from truedraft.cli.serve import serve
 from truedraft.cli.terminal import json_line, output_is_open, output_was_taken, prepare_streams, say
@@ -31,8 +32,8 @@ from truedraft.drafters.kinds import KINDS
 _PATIENCE_S = 2.0
 
 
-def build_app() -> typer.Typer:
-    """The command with all its subcommands."""
+def build_app(first: str | None = None) -> typer.Typer:
+    """The command with all its subcommands; where `first` names one, with that one alone, which takes less time."""
     app = typer.Typer(
         name="truedraft",
         help="Faster answers from a causal language model, with exactly the answers of plain decoding.",
@@ -40,20 +41,34 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_root)
-    for run in (generate, bench, plan, doctor, serve, chat, export, info, drafters):
-        app.command()(command(run))
+    plain = (generate, bench, plan, doctor, serve, chat, export, info, drafters)
+    subcommands: dict[str, Callable[[], None]] = {run.__name__: partial(_add, app, run) for run in plain}
+    subcommands |= {"train": lambda: app.add_typer(_training()), "certify": lambda: app.add_typer(_proof())}
+    for name, add in subcommands.items():
+        if name == first or first not in subcommands:
+            add()
+    return app
+
+
+def _add(app: typer.Typer, run: Command) -> None:
+    app.command()(command(run))
+
+
+def _training() -> typer.Typer:
     training = typer.Typer(name="train", help="Train a drafter for a target.")
     training.command()(command(draft, DRAFT_NAMES))
     for word, kind in KINDS.items():
         if kind.trains:
             training.command(word)(command(heads(word), HEAD_NAMES))
     training.command()(command(ngram, HEAD_NAMES))
-    app.add_typer(training)
+    return training
+
+
+def _proof() -> typer.Typer:
     proof = typer.Typer(name="certify", help="Prove that answers are the target's own, or find that they are not.")
     for each in (stack, engine, compare, sampler):
-        proof.command()(command(each))
-    app.add_typer(proof)
-    return app
+        _add(proof, each)
+    return proof
 
 
 def _root(
@@ -82,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     """Run one command; if a JSON object is requested, standard output ends with one in any case."""
-    app = typer.main.get_command(build_app())
+    app = typer.main.get_command(build_app(next(iter(words), None)))
     slow = threading.Timer(_PATIENCE_S, _print_import)
     slow.daemon = True
     slow.start()

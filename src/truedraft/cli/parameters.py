@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,7 +111,7 @@ def command(run: Command, names: Mapping[str, str] | None = None, with_files: bo
     An error about a field gets the option's name on the command line, or one of `names`; `with_files` is of
     `_Parameter.value`.
     """
-    kind = next(iter(_types(run).values()))
+    kind = next(iter(typing.get_type_hints(run).values()))
     parameters = {each.name: each for each in _parameters(kind, _NOTHING)}
     hidden = [name for name in parameters if name not in _FIRST] if len(parameters) > _FEW else []
     for name in hidden:
@@ -220,9 +219,9 @@ def _made(kind: type, within: Group, values: Mapping[str, Any]) -> Any:
     return kind(**fields)
 
 
-def _types(of: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(of)
-    return {name: hint for name, hint in hints.items() if name != "return" and not isinstance(hint, types.NoneType)}
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _one_of(what: str, *valid: str) -> Callable[[str], None]:

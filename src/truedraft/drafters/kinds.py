@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from truedraft.drafters.base import Drafter
     from truedraft.models.base import LanguageModel
 
+_log = logging.getLogger("truedraft.drafters")
 _GROUP = "truedraft.kinds"
 _OWN = "truedraft.drafters.specs:OWN"
 _BLOCK, _EAGLE = "truedraft.kinds.block:KINDS", "truedraft.kinds.eagle:KINDS"
@@ -142,10 +143,8 @@ class _Kinds(Mapping[str, Kind]):
             try:
                 found[each.name] = dotted(each.value)[each.name]
             except Exception as error:
-                message = (
-                    f"the kind of drafters {each.name!r} of {each.value} is left out ({type(error).__name__}: {error})"
-                )
-                warnings.warn(message, stacklevel=2)
+                why = f"{type(error).__name__}: {error}"
+                _log.warning("the kind of drafters %r of %s is left out (%s)", each.name, each.value, why)
         return found
 
     def __getitem__(self, word: str) -> Kind:
