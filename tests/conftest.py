@@ -27,7 +27,7 @@ gc.disable()  # a fifth of the time of collecting tests
 
 _MOST = 1
 """Cases of a test that the suite runs: others are marked `slow`. A file that is named runs whole."""
-_PARTS = 3
+_PARTS = 4
 _WHOLE = (
     "core", "verification", "drafters/heads/test_levels.py", "certify/test_mutants.py", "test_docs.py",
 )  # fmt: skip
@@ -35,8 +35,8 @@ _WHOLE = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`make test-slow PART=0`, 1 or 2."""
-    parser.addoption("--part", type=int, choices=range(_PARTS), help="which third of the selected tests runs")
+    """`make test-slow PART=0` to 3."""
+    parser.addoption("--part", type=int, choices=range(_PARTS), help="which quarter of the selected tests runs")
 
 
 def _runs_all(config: pytest.Config) -> bool:

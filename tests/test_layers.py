@@ -181,6 +181,7 @@ def test_light_imports_stay_light(statement: str) -> None:
     assert not loaded_after(statement) & {"torch", "transformers", "tokenizers", "numpy", "scipy", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_drafting_with_a_kind_imports_neither_training_nor_measure() -> None:
     kinds = [path.parent.name for path in (SOURCE / "kinds").glob("*/drafter.py")]
     statement = "; ".join(f"import truedraft.kinds.{kind}, truedraft.kinds.{kind}.drafter" for kind in sorted(kinds))

@@ -94,6 +94,7 @@ def test_the_kept_certificates_are_issued_or_measured() -> None:
             assert record["tokens"]["smallest_detectable_tv"] < 0.1
 
 
+@pytest.mark.slow
 def test_one_cell_is_made_and_a_second_run_goes_on_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,7 @@ def test_an_engine_that_breaks_down_is_gone_on_with(
     assert kept.read_text().splitlines() == lines
 
 
+@pytest.mark.slow
 def test_a_server_with_a_fault_is_found_and_one_without_takes_its_time(run: Run, tmp_path: Path) -> None:
     words = ("--model", "embedded:target", "--no-float32", "--dtype", "float32", "--batch", "8", "--seed-per-request")
     with serve(FaultyPeer(named("greedy above 0"))) as url:

@@ -29,6 +29,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.
 """
 
 
+@pytest.mark.slow
 def test_a_fault_is_named_and_mended(run: Run, tmp_path: Path) -> None:
     head = RedrafterHead.load(embedded_heads("redrafter"))
     head.config = replace(head.config, scaled=False)

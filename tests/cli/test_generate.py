@@ -209,6 +209,7 @@ def test_a_drafter_that_raises_is_a_warning(run: Run, target: str, monkeypatch: 
     assert "truedraft: warning: drafter 'prompt-lookup' failed (RuntimeError: out of ideas)" in result.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_stream_cleanly(target: str, tmp_path: Path) -> None:
     written = tmp_path / "out.txt"
     with written.open("w") as out:
@@ -225,6 +226,7 @@ def test_ctrl_c_ends_the_stream_cleanly(target: str, tmp_path: Path) -> None:
     assert answer["finish_reason"] == "cancelled" and 0 < len(answer["token_ids"]) < 480
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error_message(target: str) -> None:
     process = start("generate", "hello", "--model", target, "--max-tokens", "480", "--ignore-eos")
     assert process.stdout is not None and process.stderr is not None

@@ -91,6 +91,7 @@ def test_it_serves_and_is_talked_with_until_it_is_told_to_stop(talk: Talk, tmp_p
         assert "POST /v1/completions 200" in log and "Stack" not in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_open_requests_go_on_while_it_stops_and_end_when_it_is_told_twice() -> None:
     with served("--drain-s", "60") as (process, address):
         request, longer = (asking(address, max_tokens=each, ignore_eos=True, stream=True) for each in (500, 1900))
@@ -158,6 +159,7 @@ def test_what_cannot_be_served_is_said_before_the_model_is_loaded(
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half:"
 
 
+@pytest.mark.slow
 def test_half_requests_take_nobodys_place() -> None:
     """More of them than there are descriptors: others are answered, and the log does not grow by it."""
     limit = "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)); "

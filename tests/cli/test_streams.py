@@ -68,6 +68,7 @@ def test_a_certificate_that_nobody_could_read_is_no_failed_check() -> None:
     assert shell("certify stack --minutes 0 --json >/dev/full").returncode == 3
 
 
+@pytest.mark.slow
 def test_utf8_in_and_out_under_a_locale_without_it(target: str, tmp_path: Path) -> None:
     """From standard input with a byte order mark; the prompt is echoed."""
     (tmp_path / "prompt").write_bytes("\ufeffnaïve €".encode())

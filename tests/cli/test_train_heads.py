@@ -164,6 +164,7 @@ def test_trained_heads_draft(run: Run, target: str, text: str, tmp_path: Path) -
     assert "license: other\n" in card and "is under the licence of that: which its files do not name" in card
 
 
+@pytest.mark.slow
 def test_stage_2_reports_the_targets_own_loss(run: Run, target: str, text: str, tmp_path: Path) -> None:
     out = str(tmp_path / "heads")
     few = ("--stage", "2", "--joint-steps", "1", "--lora-rank", "0")

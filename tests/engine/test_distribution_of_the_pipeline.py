@@ -138,6 +138,7 @@ def test_sampled_answers_follow_the_target(options: dict[str, Any], answers: int
     assert p_value(counts, own.dist) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_answers_behind_a_text_longer_than_what_the_draft_sees_follow_the_target() -> None:
     """An eighth of the answers: a total variation of 0.06 is caught."""
     own, text = pair("native"), [(7 * place * place + place) % VOCAB for place in range(200)]

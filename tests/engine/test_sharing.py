@@ -197,12 +197,15 @@ def test_samples_are_those_that_their_numbers_name(target: LanguageModel) -> Non
         next(engine.stream(SHARED, params))
 
 
-def test_running_answers_wait_for_a_second_of_reading_at_most(table: MarkovModel) -> None:
-    """Where a step that reads takes 0.6 seconds and one that decodes 0.01, twenty of these follow two of the former."""
+@pytest.mark.parametrize(("read_s", "decode_s", "most"), [(0.7, 0.01, 2), (1.6, 0.1, 2)])
+def test_running_answers_wait_for_20_steps_worth_of_reading_and_three_seconds_at_most(
+    table: MarkovModel, read_s: float, decode_s: float, most: int
+) -> None:
+    """Reading takes six times as long as decoding: 1.2 seconds for steps of 0.01, so two that read 0.7 each."""
 
     class Clocked(FixedParts):
         def observe(self, record: StepRecord) -> None:
-            super().observe(replace(record, total_s=0.6 if record.prefill else 0.01))
+            super().observe(replace(record, total_s=read_s if record.prefill else decode_s))
 
     engine = Engine(table, prefix_cache_bytes=0)
     engine._scheduler.reading = Clocked()
@@ -217,4 +220,4 @@ def test_running_answers_wait_for_a_second_of_reading_at_most(table: MarkovModel
         emitted = running.emitted
         engine.step()
         waited.append(0 if running.emitted > emitted else waited[-1] + 1)
-    assert max(waited) == 2 and max(fed) <= 512
+    assert max(waited) == most and max(fed) <= 512

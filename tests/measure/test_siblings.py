@@ -268,6 +268,7 @@ def test_a_smaller_budget_drafts_the_first_ranks() -> None:
     assert steps.nodes.max() == 6 and steps.depths.max() == 3
 
 
+@pytest.mark.slow
 def test_answers_from_draws_by_ranks_follow_the_target() -> None:
     """The first three tokens of 6,000 answers; a right engine fails once in a million runs, and the seed is fixed."""
     big, small = pair()

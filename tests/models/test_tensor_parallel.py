@@ -136,6 +136,7 @@ def test_two_processes_answer_as_one(two: HuggingFaceModel) -> None:
         assert together(engine, PROMPTS, params) == [list(answer[:COUNT]) for answer in answers], word
 
 
+@pytest.mark.slow
 def test_two_processes_keep_to_a_budget(two: HuggingFaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_to_a_budget(two, texts(3), monkeypatch)
 

@@ -42,6 +42,7 @@ def asked(model: HuggingFaceModel, text: str) -> list[int]:
     return model.tokenizer.chat([{"role": "user", "content": text}])
 
 
+@pytest.mark.slow
 def test_its_weights_answer_as_transformers_reads_them(model: HuggingFaceModel) -> None:
     file = smollm2_file()
     assert file is not None

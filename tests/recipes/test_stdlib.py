@@ -105,6 +105,7 @@ def tiny_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bui
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_all_stages_then_nothing_left_to_do(
     tiny_recipe: build.Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

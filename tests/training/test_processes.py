@@ -142,6 +142,7 @@ def test_parts_are_all_of_a_batch_in_turn() -> None:
         assert [each for part in parts for each in range(count)[part]] == list(range(count))
 
 
+@pytest.mark.slow
 def test_what_one_process_does_is_refused_to_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Processes, "here", lambda: Processes(0, 2))
     with pytest.raises(OptionError, match="a table is counted in one process, and 2 were launched"):

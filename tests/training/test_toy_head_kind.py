@@ -36,6 +36,7 @@ for words in WORDS:
 """
 
 
+@pytest.mark.slow
 def test_a_package_brings_a_kind_with_all_its_commands(learned_folder, tmp_path: Path):
     """Training, drafting, `auto`, plan, export and the doctor, by an entry point."""
     about = tmp_path / "site" / "linear_kind-1.dist-info"

@@ -31,7 +31,8 @@ _READING = 6.0
 """Seconds of reading prompts, on a CPU, per second of decoding meanwhile: a first token takes 7/6 of the time."""
 _BETWEEN = 20
 """Steps that decode between two stretches of reading: 19 of 20 intervals between tokens are as usual."""
-_LONGEST_STRETCH_S = 1.0
+_LONGEST_STRETCH_S = 3.0
+"""Bound of a stretch where decoding is slow, which makes pauses shorter but more than one interval in 20 long."""
 
 
 class Scheduler:

@@ -121,6 +121,7 @@ def test_events_allow_for_odds_within_the_allowance() -> None:
         assert float(mean.max()) <= 1.0 + 1e-9
 
 
+@pytest.mark.slow
 def test_nothing_is_gained_from_an_engine_that_cuts_a_nucleus_elsewhere_by_rounding() -> None:
     params, off = SamplingParams(temperature=0.8, top_p=0.8), 0.04
     generator = torch.Generator().manual_seed(11)

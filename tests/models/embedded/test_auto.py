@@ -39,6 +39,7 @@ def test_it_finds_what_was_trained_for_the_target() -> None:
     assert members_of(embedded("draft", device="cpu")) == ["prompt-lookup"], "other weights"
 
 
+@pytest.mark.slow
 def test_it_finds_them_under_another_name_and_at_another_size(tmp_path: Path) -> None:
     shutil.copytree(embedded_folder("target"), tmp_path / "mine")
     assert members_of(load_model(tmp_path / "mine", device="cpu", pad_to="110M")) == ["self", *ALL]

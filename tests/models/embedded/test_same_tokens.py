@@ -91,6 +91,7 @@ def test_answers_with_a_chain_are_the_same(
         assert sum(answer.stats.accepted_tokens for answer in answers) > 32 * TOKENS // 5  # speculation did take place
 
 
+@pytest.mark.slow
 @needs_bfloat16
 def test_answers_alone_and_with_trees_are_the_same(
     target: LanguageModel, draft: LanguageModel, prompts: list[str], options: Options, plain: dict[str, list[list[int]]]
@@ -103,6 +104,7 @@ def test_answers_alone_and_with_trees_are_the_same(
             assert engine.generate(prompts[8], params).token_ids == plain[name][8]
 
 
+@pytest.mark.slow
 def test_answers_are_not_all_repetition(plain: dict[str, list[list[int]]]) -> None:
     """The comparison would be weak on answers that repeat one token."""
     assert sum(len(set(each)) for each in plain["seeded"]) / len(plain["seeded"]) > TOKENS // 5
