@@ -77,6 +77,12 @@ def test_errors_name_options_as_they_are_typed(typed: Callable[..., Options]) ->
             typed("--out", "x", *words)
 
 
+def test_only_the_named_command_is_built() -> None:
+    found = {first: set(typer.main.get_command(build_app(first)).commands) for first in (None, "plan", "train", "none")}  # type: ignore[attr-defined]
+    assert found["plan"] == {"plan"} and found["train"] == {"train"}
+    assert found["none"] == found[None] > {"plan", "train", "certify", "generate"}
+
+
 def test_every_command_shares_what_options_mean() -> None:
     """The same option has the same help in all commands that answer prompts, but where what it names differs."""
     commands = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
