@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 _MAPS = Path("/proc/self/maps")
 Span: TypeAlias = tuple[int, int, str]
+"""First address of a mapping, the one after its last, and the file."""
 
 
 def in_memory(tensor: Tensor, files: Sequence[Span] | None = None) -> Tensor:
@@ -45,7 +46,7 @@ def read_in(module: nn.Module) -> None:
 
 
 def _files_mapped() -> list[Span] | None:
-    """Begin, end and path of each mapping of a file, by address; None where the system does not tell."""
+    """The mappings of files, by address; None where the system does not tell."""
     if not _MAPS.exists():
         return None
     spans = []
