@@ -58,7 +58,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "p-eagle": ("p-eagle", {"draft_vocab": 0}),
     "dflash": ("dflash", _IDS),
     "dflash-all": ("dflash", {"draft_vocab": 0}),
-    "dflash2": ("dflash2", {}),
+    "dflash2": ("dflash2", _IDS),
+    "dflash2-all": ("dflash2", {"draft_vocab": 0}),
     "dspark": ("dspark", _IDS),
 }
 """The kind of drafter, and options of its training."""

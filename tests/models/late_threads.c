@@ -15,7 +15,7 @@ static void stop_here(int me, int where);
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { WIDTH = 64, HEADS = 2, KV = 1, HEAD = 32, INNER = 192, LAYERS = 2, VOCAB = 400, MOST_ROWS = 100, ALL = 4, CALLERS = 3, FORWARDS = 60, TAKEN = 24 };
+enum { WIDTH = 64, HEADS = 2, KV = 1, HEAD = 32, INNER = 192, LAYERS = 2, VOCAB = 400, MOST_ROWS = 100, ALL = 4, CALLERS = 3, FORWARDS = 60, TAKEN = 24, TAPS = 2 };
 enum { EXPERTS = 7, CHOSEN = 3, STRIDE = INNER + 64, ROOM = MOST_ROWS * CHOSEN * INNER, LISTED = 5 * MOST_ROWS * CHOSEN + EXPERTS + CHOSEN + 2 };
 
 static int late = -1, place;           /* the thread that is to stop, -1: none; and where */
@@ -110,8 +110,10 @@ static void *call(void *given) {
     return c;
 }
 
-/* "sandwich": the sums of a layer are normed before they are added to the stream; "experts": its MLP is of experts. */
+/* "sandwich": the sums of a layer are normed before they are added to the stream; "experts": its MLP is of experts; "blocks":
+ * convolutions are around its parts. */
 int main(int arguments, char **given) {
+    const int blocks = arguments > 1 && !strcmp(given[1], "blocks");
     const int sandwich = arguments > 1 && !strcmp(given[1], "sandwich"), routed = arguments > 1 && !strcmp(given[1], "experts");
     const int experts = routed ? EXPERTS : 1;
     static Layer layers[LAYERS];
@@ -121,12 +123,14 @@ int main(int arguments, char **given) {
             .after_attention = sandwich ? random_numbers(WIDTH, 1) : NULL, .after_mlp = sandwich ? random_numbers(WIDTH, 1) : NULL,
             .qkv = linear_of(WIDTH, (HEADS + 2 * KV) * HEAD), .out = linear_of(WIDTH, WIDTH),
             .gate_up = linears_of(WIDTH, 2 * INNER, experts), .down = linears_of(INNER, WIDTH, experts), .router = linear_of(WIDTH, EXPERTS),
-            .attention_eps = 1e-5f, .mlp_eps = 1e-5f, .after_attention_eps = 1e-5f, .after_mlp_eps = 1e-5f, .scaling = 0.18f};
+            .attention_eps = 1e-5f, .mlp_eps = 1e-5f, .after_attention_eps = 1e-5f, .after_mlp_eps = 1e-5f, .scaling = 0.18f,
+            .attention_conv = linear_of(WIDTH, 2 * TAPS * WIDTH / 16), .mlp_conv = linear_of(WIDTH, 2 * TAPS * WIDTH / 16),
+            .attention_kernel = random_numbers(2 * TAPS * WIDTH, 1), .mlp_kernel = random_numbers(2 * TAPS * WIDTH, 1)};
     model = (Model){
         .width = WIDTH, .heads = HEADS, .kv_heads = KV, .head = HEAD, .inner = INNER, .layers = LAYERS, .stride = STRIDE, .gate = GATE,
         .experts = routed ? EXPERTS : 0, .chosen = CHOSEN, .normed = 1, .spread = INNER,
         .embedded = VOCAB, .turned = HEAD, .embedding = random_numbers(VOCAB * WIDTH, 1), .norm = random_numbers(WIDTH, 1),
-        .eps = 1e-5f, .scale = 1.0f, .lm_head = linear_of(WIDTH, VOCAB), .layer = layers};
+        .block = 5, .taps = blocks ? TAPS : 0, .eps = 1e-5f, .scale = 1.0f, .lm_head = linear_of(WIDTH, VOCAB), .layer = layers};
     rotary = random_numbers(MOST_ROWS * (HEAD + HEAD / 2), 1);
     Caller *callers[CALLERS];
     for (int i = 0; i < CALLERS; i++) callers[i] = new_caller();

@@ -45,7 +45,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-LAYERS = ("plain", "sandwich", "experts")
+LAYERS = ("plain", "sandwich", "experts", "blocks")
 
 
 def run_late_threads(folder: Path, *options: str, layers: Sequence[str] = LAYERS) -> list[str]:
@@ -74,8 +74,8 @@ def test_a_thread_that_stands_in_the_middle_of_a_unit_is_not_waited_for(tmp_path
 @pytest.mark.skipif(COMPILER is None or sys.platform == "win32", reason="there is no C compiler")
 @pytest.mark.parametrize("checked", ["thread", "undefined"])
 def test_late_threads_touch_nothing_that_others_use(tmp_path: Path, checked: str) -> None:
-    found = run_late_threads(tmp_path, f"-fsanitize={checked}", "-g", layers=("plain", "experts"))
-    assert found == ["as alone\n"] * 2
+    found = run_late_threads(tmp_path, f"-fsanitize={checked}", "-g", layers=("plain", "experts", "blocks"))
+    assert found == ["as alone\n"] * 3
 
 
 @needs_library

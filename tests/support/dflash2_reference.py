@@ -64,8 +64,7 @@ class DFlash2Reference(BlockReference):
 
     def scores(self, x: Tensor) -> Tensor:
         """Of the LM head."""
-        own = self.weights.get("lm_head.weight", self.model.get_output_embeddings().weight)
-        return own.detach() @ x
+        return self.weights.get("lm_head.weight", self.model.get_output_embeddings().weight.detach()) @ x
 
     def edge(self, x: Tensor, before: int, candidate: int) -> Tensor:
         read = self.product("candidate_selector.hidden_projection", x)

@@ -50,6 +50,7 @@ MARKOV = replace(
     own_output=True,
 )  # fmt: skip
 FLASH2 = DFlash2Config(**SIZES, block=4, mask_id=96, depth=2, rank=8, candidates=6)
+FLASH2_FEWER = replace(FLASH2, draft_vocab=40, own_output=True)
 RECURRENT = replace(MARKOV, markov_kind="rnn", confidence_reads_token=False)
 EAGLE_WINDOW = replace(EAGLE, windows=(4,), sink=1)
 EAGLE_WINDOW_WHOLE = Eagle3Config(**SIZES, reach=3, windows=(4,), sink=1)
@@ -79,6 +80,7 @@ KINDS = {
     "DSpark": Tried(DSparkHead, MARKOV, MARKOV, Blocks, BlockReference, DSpark),
     "DSpark, recurrent": Tried(DSparkHead, RECURRENT, RECURRENT, Blocks, BlockReference, DSpark),
     "DFlash 2": Tried(DFlash2Head, FLASH2, FLASH2, Selections, DFlash2Reference, DFlash2),
+    "DFlash 2, fewer ids": Tried(DFlash2Head, FLASH2_FEWER, FLASH2, Selections, DFlash2Reference, DFlash2),
     "DFlash 2, windows": Tried(DFlash2Head, FLASH2_WINDOWS, FLASH2_WINDOWS, Selections, DFlash2Reference, DFlash2),
     "EAGLE-3, window": Tried(Eagle3Head, EAGLE_WINDOW, EAGLE_WINDOW_WHOLE, Unrolled, EagleReference, Eagle3),
     "P-EAGLE, windows": Tried(PEagleHead, WINDOWS, replace(WINDOWS, draft_vocab=0), Masked, PEagleReference, PEagle),

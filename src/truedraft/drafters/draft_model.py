@@ -147,7 +147,7 @@ class DraftModel(Drafter):
             builder.cache.rollback(min(builder.cache.length, len(builder.request.tokens) - 1))
         self._share([builder.request for builder in level])
         if self.model.records_chains:
-            level = draw_chains(level, self.model.device, self._run_chains)
+            level = draw_chains(level, self.model.device, self._run_chains, TreeBuilder.chain_numbers)
         draws_chains = self._guessing.draws_chains and not self._reads_inputs
         if len(level) == 1 and draws_chains and (numbers := level[0].host_numbers()) is not None:
             self._draft_chain(level.pop(), numbers)

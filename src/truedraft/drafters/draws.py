@@ -170,9 +170,8 @@ def existing(tokens: Tensor, probs: Tensor | None, vocab: int) -> tuple[Tensor, 
 
 
 def _likeliest_token(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    best = logits.argmax(dim=-1)
-    none = logits.gather(-1, best[:, None])[:, 0] == -torch.inf
-    return existing(best.masked_fill(none, logits.shape[-1]), None, logits.shape[-1])
+    entries, best = likeliest(logits)
+    return existing(best.masked_fill(entries == -torch.inf, logits.shape[-1]), None, logits.shape[-1])
 
 
 def _drawn_token(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:

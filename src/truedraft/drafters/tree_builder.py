@@ -174,6 +174,11 @@ class TreeBuilder(DraftTree):
         self._draws.append(())
         return len(self.tokens) - 1
 
+    def extends(self, level: int, probability: float) -> bool:
+        """Whether a chain goes on below its token at a level, of this probability; asked once for each, in order."""
+        goes_on = not self.budget.looks or self._continues(level - 1, probability)
+        return goes_on and level + 1 < self.levels
+
     def _continues(self, parent: int, probability: float) -> bool:
         survival = self._survival[parent + 1] * self.budget.chance(probability)
         self._confidence.append(probability)
@@ -203,13 +208,18 @@ class TreeBuilder(DraftTree):
         return drawing.chain_numbers(params, self._noise, self.levels)
 
     def take_chain(self, tokens: Tensor, probs: Tensor | None, confidence: Sequence[float] = ()) -> None:
-        """Take `[drawn]` tokens, at least the budget on a device, drawn from `[drawn, vocab]`; None: one-hot."""
-        depth, kind = min(self.levels, len(tokens)), self.drawing.kind
+        """Take `[drawn]` tokens, at least the budget on a device, drawn from `[drawn, vocab]`; None: one-hot.
+
+        `confidence`: the drafter's probabilities of the tokens, where `extends`, which ends a chain, was not asked.
+        """
+        depth, kind = len(self._confidence) or min(self.levels, len(tokens)), self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
         tree = TokenTree(tokens[:depth], chain_shape(depth))
         if not self.on_device:
-            tree.keep_host_ids(tokens.tolist())
-        self._whole = Proposal(tree, (*draws, ()), None if probs is None else probs[:depth], tuple(confidence))
+            tree.keep_host_ids(tree.tokens.tolist())
+        self._whole = Proposal(
+            tree, (*draws, ()), None if probs is None else probs[:depth], tuple(confidence or self._confidence)
+        )
         self.open = []
 
     def proposal(self) -> Proposal:
@@ -396,17 +406,20 @@ def draw_chains(
     builders: Sequence[TreeBuilder],
     device: torch.device,
     run: Callable[[Choose, Sequence[TreeBuilder], int, Sequence[Tensor]], tuple[Tensor, Tensor | None]],
+    numbers_of: Callable[[TreeBuilder], Sequence[Sequence[float]] | None],
 ) -> list[TreeBuilder]:
-    """Draw whole chains of fixed length, one call per way of drawing; returns the builders that cannot be drawn so.
+    """Draw whole chains, one call per way of drawing; returns the builders that cannot be drawn so.
 
     Args:
         run: called with a way of drawing, chains, a number of levels and the numbers that draw their tokens, each
             `[chains, levels]`; returns tokens `[chains, levels]` and distributions `[chains, levels, vocab]`, None:
             one-hot.
+        numbers_of: `TreeBuilder.chain_numbers`, for chains of fixed length; `host_numbers`, for a `run` that reads
+            tokens and has asked `TreeBuilder.extends`.
     """
     alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
     for builder in builders:
-        choose, numbers = builder.drawing.choose(builder.request.params), builder.chain_numbers()
+        choose, numbers = builder.drawing.choose(builder.request.params), numbers_of(builder)
         if choose is not None and numbers is not None:
             alike.setdefault(choose, []).append((builder, numbers))
     for choose, group in alike.items():
@@ -416,10 +429,14 @@ def draw_chains(
             transfers.upload(np.array([[*own, *own[-1:] * (levels - len(own))] for own in kind]), device)
             for kind in zip(*(numbers for _, numbers in group), strict=True)
         ]
-        tokens, probs = run(choose, chains, levels, by_kind)
-        for row, chain in enumerate(chains):
-            chain.take_chain(tokens[row], None if probs is None else probs[row])
+        take_chains(chains, *run(choose, chains, levels, by_kind))
     return [builder for builder in builders if builder.grows]
+
+
+def take_chains(chains: Sequence[TreeBuilder], tokens: Tensor, probs: Tensor | None) -> None:
+    """Give chains what was drawn for them, as of `draw_chains`."""
+    for row, chain in enumerate(chains):
+        chain.take_chain(tokens[row], None if probs is None else probs[row])
 
 
 def is_fixed_chain(budget: Budget, branching: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,7 @@ HEADS: dict[str, tuple[Any, Any]] = {
     "gated": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "gated"})),
     "recurrent": (DSparkHead, replace(BLOCK, **MARKOV | {"markov_kind": "rnn", "confidence_reads_token": False})),
     "DFlash 2": (DFlash2Head, FLASH2),
+    "DFlash 2, fewer ids": (DFlash2Head, replace(FLASH2, **REDUCED)),
     "DFlash 2, windows": (DFlash2Head, replace(FLASH2, windows=(5, 0), sink=2)),
     "EAGLE-3, window": (Eagle3Head, replace(EAGLE, windows=(5,), rope_start=1)),
     "EAGLE-3, window and first tokens": (Eagle3Head, replace(EAGLE, windows=(5,), sink=2)),
@@ -127,7 +128,7 @@ def test_draws_of_sampled_requests_have_the_pages_distributions(name: str, backe
 
 def failing(drafts: Any, fails: Callable[[Sequence[Any]], bool]) -> Any:
     """The drafter with an error behind each level that it draws of such trees."""
-    grow_all = drafts._grow
+    grow_all, draw_all = drafts._grow, getattr(drafts, "_draw_levels", None)
 
     def _grow(level: Sequence[Any], grow: Any) -> None:
         def grown(trees: Sequence[Any], logits: Tensor) -> Any:
@@ -138,7 +139,13 @@ def failing(drafts: Any, fails: Callable[[Sequence[Any]], bool]) -> Any:
 
         grow_all(level, grown)
 
-    drafts._grow = _grow
+    def _draw_levels(choose: Any, chains: Sequence[Any], numbers: Any) -> Iterator[Any]:
+        for level in draw_all(choose, chains, numbers):
+            yield level
+            if fails(chains):
+                raise RuntimeError("no more")
+
+    drafts._grow, drafts._draw_levels = _grow, _draw_levels
     return drafts
 
 

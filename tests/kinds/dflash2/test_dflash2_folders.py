@@ -97,9 +97,9 @@ def test_kinds_are_told_apart(tmp_path: Path) -> None:
         DFlashHead.load(tmp_path / "flat")
 
 
-@pytest.mark.parametrize("changes", [{"draft_vocab": 40, "own_output": True}, {"markov": 4}], ids=str)
+@pytest.mark.parametrize("changes", [{"markov": 4}, {"confidence": True}], ids=str)
 def test_parts_of_other_heads_are_refused(changes: Any) -> None:
-    with pytest.raises(OptionError, match="guesses among all ids, without a Markov head"):
+    with pytest.raises(OptionError, match="neither a Markov head nor a confidence head"):
         replace(DFLASH2, **changes)
 
 

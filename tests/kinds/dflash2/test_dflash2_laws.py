@@ -6,12 +6,16 @@ rule judges each against the target. Distributions of drafts are float32, so the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -29,7 +33,7 @@ from truedraft.core.shaping import Shaping
 from truedraft.core.tree import chain_shape
 from truedraft.drafters import tree_builder
 from truedraft.drafters.base import DraftRequest, StepOutcome
-from truedraft.kinds.dflash2.drafter import DFlash2
+from truedraft.kinds.dflash2.drafter import DFlash2, _drawn
 from truedraft.kinds.dflash2.module import DFlash2Config, DFlash2Head
 from truedraft.models.backends.stock import StockBackend
 from truedraft.models.base import Segment
@@ -73,16 +77,26 @@ def request_of(params: SamplingParams) -> DraftRequest:
     return DraftRequest(0, params, PROMPT, Shaping(params, PROMPT, len(PROMPT), (), (), VOCAB, form))
 
 
-def proposed(drafts: DFlash2, request: DraftRequest) -> Proposal:
-    """Behind the prompt, of which the target has shown all but the last token."""
+@contextmanager
+def begun(drafts: DFlash2, request: DraftRequest) -> Iterator[None]:
+    """A request of which the target has shown all but the last token."""
+    drafts.begin(request)
+    drafts.observe([request], [StepOutcome(Proposal.empty(), (), (), layers=shown(drafts.head.config.layers))])
+    yield
+    drafts.end(request)
+
+
+@cache
+def shown(layers: tuple[int, ...]) -> tuple[Tensor, ...]:
     model = target()
     segment = Segment(model.new_cache(), torch.tensor(PROMPT), chain_shape(len(PROMPT)), range(len(PROMPT)))
-    shown = tuple(each[:-1].clone() for each in model.forward_showing([segment], drafts.head.config.layers).layers)
-    drafts.begin(request)
-    drafts.observe([request], [StepOutcome(Proposal.empty(), (), (), layers=shown)])
-    (found,) = drafts.propose([request], [Budget(DEPTH, 3, 9)], [KeyedNoise(0, 0, 0)])
-    drafts.end(request)
-    return found
+    return tuple(each[:-1].clone() for each in model.forward_showing([segment], layers).layers)
+
+
+def proposed(drafts: DFlash2, request: DraftRequest, seed: int = 0) -> Proposal:
+    """Behind the prompt."""
+    with begun(drafts, request):
+        return drafts.propose([request], [Budget(DEPTH, 3, 9)], [KeyedNoise(0, 0, seed)])[0]
 
 
 def apart(params: SamplingParams, shape: Any, patch: pytest.MonkeyPatch, stored: Any = lambda probs: probs) -> float:
@@ -133,6 +147,46 @@ def test_nodes_of_one_depth_have_distributions_of_their_own() -> None:
     probs = proposed(drafts, request).probs
     assert probs is not None and probs.shape == (3, VOCAB)
     assert (probs > 0.0).sum(-1).tolist() == [3, 3, 3] and float((probs[1] - probs[2]).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@torch.inference_mode()
+def test_chains_of_plain_requests_are_drawn_from_what_they_say(temperature: float) -> None:
+    """They are drawn without logits of the whole vocabulary; their distributions are those along the same tokens."""
+    drafts, found = drafter(), []
+    request = DraftRequest(0, SamplingParams(temperature=temperature), PROMPT, None)
+    for seed in range(400 if temperature else 1):
+        found.append(proposed(drafts, request, seed))
+        tokens = found[-1].tree.host_ids
+        with begun(drafts, request):
+            (along,) = drafts.along([request], [Budget(DEPTH)], [tokens])
+        dists = torch.eye(VOCAB)[tokens] if found[-1].probs is None else found[-1].probs
+        torch.testing.assert_close(dists, along, rtol=0, atol=1e-6)
+        assert [[draw.child for draw in own] for own in found[-1].draws] == [[0], [1], []]
+        assert [draw.dist for own in found[-1].draws for draw in own] == ([0, 1] if temperature else [-1, -1])
+    if temperature:
+        counts = torch.bincount(torch.tensor([each.tree.host_ids[0] for each in found]), minlength=VOCAB)
+        among = along[0] > 0.0
+        assert not counts[~among].any()
+        assert stats.chisquare(counts[among], (len(found) * along[0][among].double()).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_candidate_is_drawn_by_the_sums_of_its_distribution(temperature: float) -> None:
+    """Over a grid of uniform numbers each is drawn as often as its probability says."""
+    logits, grid = np.array([0.3, -1.0, 2.0, -np.inf, 0.1], np.float32), 4096
+    drawn = [_drawn(logits, temperature, (number + 0.5) / grid) for number in range(grid)]
+    counts = np.bincount([place for place, _ in drawn], minlength=5) / grid
+    expected = torch.softmax(torch.tensor(logits).double() / temperature, 0).numpy()
+    assert np.allclose(drawn[0][1], expected, atol=1e-6) and np.allclose(counts, expected, atol=1.5 / grid)
+    assert counts[3] == 0.0
+
+
+@pytest.mark.parametrize("broken", [[np.nan, 1.0], [np.inf, 1.0], [-np.inf, -np.inf]])
+def test_logits_that_are_not_finite_draw_the_first_candidate_for_sure(broken: list[float]) -> None:
+    for temperature in (0.0, 1.0):
+        place, dist = _drawn(np.array(broken, np.float32), temperature, 0.7)
+        assert place == 0 and dist.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -18,7 +18,7 @@ from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS
 from truedraft.models.backends.native.build import built
 from truedraft.models.backends.native.linear import is_fastest, native_linears
 from truedraft.models.base import LanguageModel
-from truedraft.models.llama import RotaryTable, Rotation
+from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable, Rotation
 from truedraft.models.packed_linear import PackedLinear, can_pack
 
 HeadT = TypeVar("HeadT", bound=Head)
@@ -288,6 +288,46 @@ def copied(head: HeadT, target: LanguageModel) -> HeadT:
         own = type(head)(head.config)
     own.load_state_dict(weights, assign=True)
     return own.eval().requires_grad_(False)
+
+
+def head_decoder(head: LayerHead, layers: Sequence[DecoderLayer], table: RotaryTable, lm_head: nn.Linear) -> Llama:
+    """A head's layers as a decoder for a native forward, which takes over their weights; it has no embedding."""
+    config = head.config
+
+    def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
+        return RootMeanSquareNorm(module.weight.detach(), config.eps)
+
+    made = []
+    for layer, pattern in zip(layers, config.patterns, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        made.append(
+            LlamaLayer(
+                before_attention=norm(layer.input_layernorm),
+                qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+                query_norm=None if attention.q_norm is None else norm(attention.q_norm),
+                key_norm=None if attention.k_norm is None else norm(attention.k_norm),
+                out=(attention.o_proj,),
+                before_mlp=norm(layer.post_attention_layernorm),
+                gate_up=(mlp.gate_proj, mlp.up_proj),
+                down=(mlp.down_proj,),
+                activation=functional.silu,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head=config.head,
+                scaling=config.head**-0.5,
+                pattern=pattern,
+            )
+        )
+    return Llama(
+        embedding=head.norm.weight.detach()[None],  # a placeholder, never read
+        scale=1.0,
+        rotaries=(table,),
+        layers=tuple(made),
+        norm=norm(head.norm),
+        lm_head=lm_head,
+        tied=False,
+        uniform=True,
+    )
 
 
 def bits_for(head: Head) -> int:

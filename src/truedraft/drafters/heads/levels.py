@@ -18,7 +18,6 @@ from truedraft.core.budget import NO_DRAFT, Budget, Hint, check_nodes, nodes_of
 from truedraft.core.noise import Noise
 from truedraft.core.proposal import DrawKind, Proposal
 from truedraft.core.rank_tree import RankPath, RankTree
-from truedraft.core.top_k import TopK
 from truedraft.drafters.base import DraftRequest, Features, StepOutcome
 from truedraft.drafters.draws import DraftIds
 from truedraft.drafters.heads.base import HeadDrafter, trees_of
@@ -39,6 +38,7 @@ from truedraft.drafters.tree_builder import (
 from truedraft.errors import CompositionError, OptionError
 from truedraft.models.backends.graphs.heads import ChosenChains, GraphBlocks, GraphPairs, Grow, LikeliestNodes
 from truedraft.models.backends.graphs.replay import Outputs
+from truedraft.models.backends.native.linear import likeliest_of
 from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.cache import CachePool, RequestCache, bounded
 
@@ -244,9 +244,6 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
         texts = list(self._texts.values())
         return sum(text.unread_rows + (text.cache.length if self.context is None else 0) for text in texts)
 
-    def _likeliest(self, logits: Tensor, count: int) -> TopK:
-        return TopK.of(logits, count)
-
     @abstractmethod
     def _new_runner(self, target: LanguageModel) -> LevelRunnerT: ...
     def hint(self, request: DraftRequest) -> Hint:
@@ -293,9 +290,9 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             drawing = [each for each in drawn if not each.budget.is_zero]
             if self._drafts_at_once:
                 level = self._choose_at_once(level)
-                drawing = draw_chains(drawing, self._running[0].device, self._run_chains)
+            drawing = self._draw_at_once(drawing)
             if level:
-                self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=self._likeliest))
+                self._grow(level, partial(grow_likeliest, ids=self._ids, likeliest=likeliest_of))
             if drawing:
                 self._grow(drawing, partial(draw_level, ids=self._ids))
         return [each.proposal() for each in trees]
@@ -334,6 +331,12 @@ class LevelDrafter(HeadDrafter[HeadT, LevelRunnerT]):
             for tree, own in zip(chosen, found, strict=True):
                 tree.take_tree(own)
         return [tree for tree in trees if tree not in chosen]
+
+    def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
+        """Draw what is a chain in one call; returns the trees that cannot be drawn so."""
+        if not self._drafts_at_once:
+            return list(builders)
+        return draw_chains(builders, self._running[0].device, self._run_chains, TreeBuilder.chain_numbers)
 
     def _run_chains(
         self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]

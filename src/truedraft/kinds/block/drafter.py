@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from truedraft.core import transfers
+from truedraft.core.probs import probs_at, token_probs
+from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.layers import bits_for, copied, packed
 from truedraft.drafters.heads.levels import BEAMS, UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
+from truedraft.drafters.tree_builder import TreeBuilder, draw_chains, take_chains
 from truedraft.errors import OptionError
 from truedraft.kinds.block.module import Attend, BlockHead, DFlashHead, DSparkHead
-from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, Scoring
+from truedraft.models.attention import AttentionPattern, Blocked, ChainLayout, ForwardPlan, Scoring
 from truedraft.models.backends.graphs.heads import GraphBlocks, Grow
 from truedraft.models.backends.graphs.replay import Outputs, Recorder
-from truedraft.models.base import LanguageModel
+from truedraft.models.base import Choose, LanguageModel, Segment
 from truedraft.models.cache import FIRST, RequestCache
 from truedraft.models.cache.buffers import key_span
 from truedraft.options import check_share
 
 BlockT = TypeVar("BlockT", bound=BlockHead)
+_Level: TypeAlias = tuple[Tensor, Sequence[float], Tensor | None]
+"""A level of chains: tokens `[chains]`, their probabilities, and the distributions over the draft's ids that they were
+drawn from, `[chains, guessed]`; None: one-hot."""
 _READ_ROWS = 512  # of a text per forward
 
 
@@ -43,10 +49,12 @@ class BlockRunner(LevelRunner):
         before: BlockRunner | None = None,
     ) -> None:
         own, config = copied(head, target), head.config
-        self.head = packed(own, bits_for(own))
-        self._target, like = target, self.head.norm.weight
+        self._target, like = target, own.norm.weight
         self._scoring = Scoring(config.head**-0.5)
-        self._table = self.head.rotary(like)
+        self._table = own.rotary(like)
+        bits = bits_for(own)
+        self.native = own.native_blocks(self._table, bits) if recorder is None else None
+        self.head = packed(own, bits)
         graphs = None
         if recorder is not None:
             sizes, width = (config.depth, config.kv_heads, config.head), config.merged * config.width
@@ -59,19 +67,24 @@ class BlockRunner(LevelRunner):
         return self.head.context_keys(self.head.context([vectors]), self._table.at(positions))
 
     def slots(self, anchors: Tensor, positions: Tensor, attend: Attend) -> Outputs:
-        """Input of the LM head at each guessed token: `[blocks, reach, width]`."""
-        return (self.head.vectors(self.head.inputs(anchors, self._target.embed), self._table.at(positions), attend),)
+        """What `guess` reads at each guessed token, `[blocks, reach, ...]` each."""
+        inputs = self.head.inputs(anchors, self._target.embed)
+        return self.ends(self.head.vectors(inputs, self._table.at(positions), attend))
+
+    def ends(self, x: Tensor) -> Outputs:
+        """`slots` of inputs `[blocks, reach, width]` of the LM head: these, and its logits."""
+        return x, self.head.base_logits(x, self._target.unembed)[..., : self._target.vocab_size]
 
     @torch.inference_mode()
     def guess(self, slot: Sequence[Tensor], tokens: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         leaving = self.head.leaving_after(slot[0], tokens, state)
-        return self.head.logits(leaving, self._target.unembed)[:, : self._target.vocab_size], leaving.state
+        return self.head.added_to(slot[1], leaving), leaving.state
 
     @torch.inference_mode()
     def run(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor], anchors: Sequence[int]) -> Outputs:
         if self.graphs is not None:
             return self.graphs.run(caches, vectors, anchors)
-        self.read(caches, [each.chunk(self.head.config.merged, dim=-1) for each in vectors])
+        self.read(caches, vectors)
         return self.draft(caches, transfers.upload(anchors, self.device))
 
     @torch.inference_mode()
@@ -81,28 +94,36 @@ class BlockRunner(LevelRunner):
             self.graphs.read(cache, vectors)
             return
         for part in vectors.split(_READ_ROWS):
-            self.read([cache], [part.chunk(self.head.config.merged, dim=-1)])
+            self.read([cache], [part])
 
     @torch.inference_mode()
-    def read(self, caches: Sequence[RequestCache], vectors: Sequence[Sequence[Tensor]]) -> None:
-        """Store keys and values of texts' next positions, from `[rows, width]` per text and layer."""
-        head = self.head
-        counts = [len(own[0]) for own in vectors]
-        together = [torch.cat(layer) for layer in zip(*vectors, strict=True)]
-        places = self._positions([range(each.length, each.length + n) for each, n in zip(caches, counts, strict=True)])
-        for cache, count in zip(caches, counts, strict=True):
-            cache.reserve(count)
-        for call, made in enumerate(head.context_keys(head.context(together), self._table.at(places))):
-            parts = (each.transpose(0, 1).split(counts, dim=1) for each in made)
-            for cache, key, value in zip(caches, *parts, strict=True):
-                cache.write(call, key, value)
+    def read(self, caches: Sequence[RequestCache], vectors: Sequence[Tensor]) -> None:
+        """Store keys and values of texts' next positions, from `[rows, layers * width]` of each text."""
+        counts, together = list(map(len, vectors)), torch.cat(list(vectors))
+        if self.native is not None:
+            self.native.read(ForwardPlan.of(list(map(_chain, caches, counts)), self.device, 1), together)
+        else:
+            every = zip(caches, counts, strict=True)
+            places = self._positions([range(each.length, each.length + count) for each, count in every])
+            for cache, count in zip(caches, counts, strict=True):
+                cache.reserve(count)
+            for call, made in enumerate(self.context_keys(together, places)):
+                parts = (each.transpose(0, 1).split(counts, dim=1) for each in made)
+                for cache, key, value in zip(caches, *parts, strict=True):
+                    cache.write(call, key, value)
         for cache, count in zip(caches, counts, strict=True):
             cache.commit(range(count))
 
     @torch.inference_mode()
     def draft(self, caches: Sequence[RequestCache], anchors: Tensor) -> Outputs:
         """The slots of blocks after texts; caches hold all before the anchors."""
-        block, seen = self.head.config.block, list(zip(self.head.config.patterns, self.head.config.causal, strict=True))
+        config = self.head.config
+        if self.native is not None:
+            rows = range(config.block - config.reach, config.block)
+            plan = ForwardPlan.of([_chain(each, config.block, rows) for each in caches], self.device, 1)
+            inputs = self.head.inputs(anchors, self._target.embed).flatten(0, 1)
+            return self.ends(self.native.run_blocks(plan, inputs).unflatten(0, (len(caches), -1)))
+        block, seen = config.block, list(zip(config.patterns, config.causal, strict=True))
         layouts = [{own: _block_layout(each, block, *own, self.device) for own in {*seen}} for each in caches]
         for cache in caches:
             cache.reserve(block)
@@ -126,6 +147,11 @@ class BlockRunner(LevelRunner):
     def _positions(self, places: Sequence[range]) -> Tensor:
         self._table.reach(max(each.stop for each in places))
         return transfers.upload([place for each in places for place in each], self.device)
+
+
+def _chain(cache: RequestCache, count: int, rows: Sequence[int] = ()) -> Segment:
+    """So many rows after a text, read by their vectors instead of tokens; `rows` of them have outputs."""
+    return Segment(cache, torch.zeros(count, dtype=torch.int64), chain_shape(count), rows)
 
 
 def _block_layout(
@@ -170,6 +196,63 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
     def _drafts_at_once(self) -> bool:
         return super()._drafts_at_once and self._least == 0.0
 
+    def _draw_at_once(self, builders: Sequence[TreeBuilder]) -> list[TreeBuilder]:
+        if self._drafts_at_once or self._least > 0.0 or transfers.waits(device := self._running[0].device):
+            return super()._draw_at_once(builders)
+        return draw_chains(builders, device, self._run_chains, TreeBuilder.host_numbers)
+
+    def _run_chains(
+        self, choose: Choose, chains: Sequence[TreeBuilder], levels: int, numbers: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of `LevelDrafter`; on the host up to where the last chain stops, without what trees need in between."""
+        if self._drafts_at_once:
+            return super()._run_chains(choose, chains, levels, numbers)
+        open_rows: Sequence[int] = range(len(chains))
+        drawn: list[_Level] = []
+        try:
+            for level in self._draw_levels(choose, chains, numbers):
+                drawn.append(level)
+                open_rows = [row for row in open_rows if chains[row].extends(len(drawn) - 1, level[1][row])]
+                if not open_rows:
+                    break
+        except Exception:
+            if drawn:  # verified all the same, see `judged_if_it_fails`
+                take_chains(chains, *self._together(drawn))
+            raise
+        return self._together(drawn)
+
+    def _draw_levels(
+        self, choose: Choose, chains: Sequence[TreeBuilder], numbers: Sequence[Tensor]
+    ) -> Iterator[_Level]:
+        slots, before = self._slots_after(chains)
+        state: Tensor | None = None
+        looks = any(chain.budget.looks for chain in chains)
+        for level in range(self.head.reach):
+            logits, state = self._running[0].guess([each[:, level] for each in slots], before, state)
+            places, probs = choose(logits, *(each[:, level] for each in numbers))
+            before = places if self._ids is None else self._ids.ids[places]
+            chances = [1.0] * len(chains)
+            if looks:
+                drawn = places[:, None]
+                chances = (token_probs(logits, drawn) if probs is None else probs_at(probs, drawn))[:, 0].tolist()
+            yield before, chances, probs
+
+    def _together(self, levels: Sequence[_Level]) -> tuple[Tensor, Tensor | None]:
+        """Tokens `[chains, levels]`, and distributions over the vocabulary `[chains, levels, vocab]`, None: one-hot."""
+        tokens, dists = torch.stack([each for each, *_ in levels], 1), [each for *_, each in levels if each is not None]
+        probs = torch.stack(dists, 1) if dists else None
+        if probs is not None and self._ids is not None:
+            probs = self._ids.whole(probs.flatten(0, 1), 0.0).unflatten(0, probs.shape[:2])
+        return tokens, probs
+
+    def _slots_after(self, trees: Sequence[Tree]) -> tuple[Outputs, Tensor]:
+        """The slots of trees' blocks, and their anchors."""
+        vectors = [self._shared.unread(tree.request) for tree in trees]
+        caches = [self._texts[tree.request.id].cache for tree in trees]
+        anchors = [tree.request.tokens[-1] for tree in trees]
+        runner = self._running[0]
+        return runner.run(caches, vectors, anchors), transfers.upload(anchors, runner.device)
+
     def _read(self, cache: RequestCache, tokens: Sequence[int], vectors: Tensor) -> None:
         self._running[0].read_rows(cache, vectors)
 
@@ -186,10 +269,7 @@ class BlockDrafter(LevelDrafter[BlockT, BlockRunner]):
 
     def _grow(self, level: Sequence[Tree], grow: Callable[[Sequence[Tree], Tensor], Sequence[Tree]]) -> None:
         runner = self._running[0]
-        vectors = [self._shared.unread(tree.request) for tree in level]
-        anchors = [tree.request.tokens[-1] for tree in level]
-        slots = runner.run([self._texts[tree.request.id].cache for tree in level], vectors, anchors)
-        tokens = transfers.upload(anchors, runner.device)
+        slots, tokens = self._slots_after(level)
         block = {tree: number for number, tree in enumerate(level)}
         state: Tensor | None = None
         alive = [1.0] * len(level)  # probability that each open node's parent path is accepted, by the confidence head

@@ -13,12 +13,14 @@ from typing import ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from truedraft.drafters.heads.head import Unembed
-from truedraft.drafters.heads.layers import DecoderLayer, LayerConfig, LayerHead, is_whole
+from truedraft.drafters.heads.layers import DecoderLayer, LayerConfig, LayerHead, head_decoder, is_whole
 from truedraft.errors import OptionError
 from truedraft.models.attention import AttentionPattern, Full, Window
-from truedraft.models.llama import Rotation
+from truedraft.models.backends.native.heads import NativeBlocks
+from truedraft.models.llama import RotaryTable, Rotation
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """The number of a layer, queries `[rows, heads, head]`, keys and values `[rows, kv_heads, head]` of blocks to the
@@ -206,8 +208,7 @@ class BlockHead(LayerHead):
 
     def inputs(self, anchors: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Embeddings of the blocks' input, `[blocks, block, width]`, from the anchors' ids `[blocks]`."""
-        ids = anchors[:, None].repeat(1, self.config.block)
-        ids[:, 1:].fill_(self.config.mask_id)
+        ids = functional.pad(anchors[:, None], (0, self.config.block - 1), value=self.config.mask_id)
         embedded: Tensor = (self.embed_tokens or embed)(ids.flatten())
         return embedded.to(self.norm.weight.dtype).view(*ids.shape, -1)
 
@@ -223,6 +224,28 @@ class BlockHead(LayerHead):
     def _decoders(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.layers))
 
+    def native_blocks(self, table: RotaryTable, bits: int) -> NativeBlocks | None:
+        """The layers as one native forward, which takes over their weights; None if decoder.c does not support them.
+
+        `bits` are those of its weights; 0: unquantized.
+        """
+        config, convs = self.config, self.convolutions()
+        if config.sink or any(config.causal) or not NativeBlocks.fits_convs(convs):
+            return None
+        placeholder = nn.Linear(config.width, 1, bias=False, dtype=self.norm.weight.dtype)
+        llama = head_decoder(self, self._decoders(), table, placeholder)
+        if not NativeBlocks.fits(llama):
+            return None
+        made = NativeBlocks(llama, self.fc, self.hidden_norm.weight.detach(), config.block, convs)
+        if bits:
+            made.quantize(bits)
+        del self.fc, self.layers
+        return made
+
+    def convolutions(self) -> list[tuple[Tensor, nn.Linear]]:
+        """Those around attention and MLP of each layer, if it has any, as of `NativeBlocks`."""
+        return []
+
     def leaving_after(self, x: Tensor, tokens: Tensor, state: Tensor | None = None) -> Leaving:
         """Output of rows, given the token before each; `x` is `[rows, width]` of `vectors`, `state` None at first."""
         if self.markov_head is None:
@@ -232,12 +255,22 @@ class BlockHead(LayerHead):
         added, state = self.markov_head(before, x, torch.zeros_like(before) if state is None else state)
         return Leaving(x, before, added, state)
 
-    def logits(self, leaving: Leaving, output: Unembed) -> Tensor:
-        """`[rows, ids]` of the draft; `output` is the target's LM head."""
-        logits: Tensor = output(leaving.x) if self.lm_head is None else self.lm_head(leaving.x)
+    def base_logits(self, x: Tensor, output: Unembed) -> Tensor:
+        """`[..., ids]` of inputs of the LM head `[..., width]`; `output` is the target's."""
+        rows = x.flatten(0, -2)
+        found: Tensor = output(rows) if self.lm_head is None else self.lm_head(rows)
+        return found.unflatten(0, x.shape[:-1])
+
+    def added_to(self, logits: Tensor, leaving: Leaving) -> Tensor:
+        """`base_logits` of rows plus those of the Markov head."""
         if self.markov_head is None:
             return logits
-        return logits + self.markov_head.markov_w2(leaving.added)[:, : logits.shape[1]]
+        added: Tensor = self.markov_head.markov_w2(leaving.added)
+        return logits + added[:, : logits.shape[1]]
+
+    def logits(self, leaving: Leaving, output: Unembed) -> Tensor:
+        """`[rows, ids]` of the draft; `output` is the target's LM head."""
+        return self.added_to(self.base_logits(leaving.x, output), leaving)
 
     def acceptance(self, leaving: Leaving) -> Tensor:
         """Logits `[rows]` of acceptance before a token is drawn; `OptionError` without a confidence head."""

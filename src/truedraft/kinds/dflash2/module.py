@@ -61,11 +61,10 @@ class DFlash2Config(BlockConfig):
                 f"a convolution's groups divide {self.width} entries and its taps are at most the block's "
                 f"{self.block} rows, got groups of {self.group} and {self.taps} taps"
             )
-        if self.candidates > self.vocab_size:
-            most = self.vocab_size
+        if self.candidates > (most := self.draft_vocab or self.vocab_size):
             raise OptionError(f"candidates of {self.noun} must be at most its {most} ids, got {self.candidates}")
-        if self.draft_vocab or self.markov or self.confidence:
-            raise OptionError("a DFlash 2 head guesses among all ids, without a Markov head or a confidence head")
+        if self.markov or self.confidence:
+            raise OptionError("a DFlash 2 head has neither a Markov head nor a confidence head")
 
 
 class GroupedConv(nn.Module):
@@ -126,7 +125,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.rank))
         nn.init.normal_(self.predecessor_codebook, std=0.02)
-        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.draft_vocab or config.vocab_size, config.rank))
         self.hidden_projection = nn.Linear(config.width, config.rank, bias=False)
 
     def edges(self, entries: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
@@ -159,6 +158,11 @@ class DFlash2Head(BlockHead):
         embedded, scale = super().inputs(anchors, embed), self.config.embedding_scale
         return embedded if scale == 1.0 else embedded * scale
 
+    def convolutions(self) -> list[tuple[Tensor, nn.Linear]]:
+        layers = cast("list[ConvolvedLayer]", self._decoders())
+        every = [each for layer in layers for each in (layer.attention_conv, layer.mlp_conv)]
+        return [(each.base_kernel.detach(), each.kernel_projection) for each in every]
+
     @property
     def tables(self) -> list[Tensor]:
         selector = self.candidate_selector
@@ -182,4 +186,4 @@ class DFlash2Head(BlockHead):
     def selected(self, entries: Tensor, ids: Tensor, logits: Tensor, vocab: int) -> Tensor:
         """`CandidateSelector.edges` as logits `[rows, vocab]`, -inf elsewhere."""
         edges = self.candidate_selector.edges(entries, ids, logits)
-        return edges.new_full((len(edges), vocab), -torch.inf).scatter(1, ids, edges)
+        return edges.new_full((len(edges), vocab), -torch.inf).scatter_(1, ids, edges)

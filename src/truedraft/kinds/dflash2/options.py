@@ -13,7 +13,7 @@ from truedraft.training.options import Trains
 class DFlash2SizeOptions(BlockSizeOptions):
     """Sizes of a DFlash 2 head."""
 
-    draft_vocab: int = option(0, "It guesses among all ids, so only 0 is possible.", "N")
+    draft_vocab: int = option(0, "The likeliest ids of the text, among which it guesses; 0 is all of them.", "N")
     taps: int = option(2, "Rows of a block that each convolution reads.", "N")
     group: int = option(16, "Entries of a row that share the corrections of a convolution.", "N")
     rank: int = option(128, "Entries of the selector for each id.", "N")

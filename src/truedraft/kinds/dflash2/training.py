@@ -36,8 +36,6 @@ class DFlash2TrainingConfig(DFlash2SizeOptions, DFlash2RunOptions, BlockTraining
         super().__post_init__()
         for name in _SIZES:
             check_whole(name, getattr(self, name), 1)
-        if self.draft_vocab:
-            raise OptionError(f"must be 0: {self.head.noun} guesses among all ids", field="draft_vocab")
         if not self.selector_weight >= 0.0:
             raise OptionError(f"must be 0 or more, got {self.selector_weight}", field="selector_weight")
 
@@ -82,16 +80,19 @@ class Selections(Blocks):
     def loss(self, vectors: Tensor, step: UnrolledStep, loss: DistillationLoss) -> tuple[Tensor, Tensor]:
         """DFlash's loss, and the cross-entropy of the true token among the candidates after the true token before it.
 
-        A true token that is not among them takes the place of the last one in the loss.
+        A true token that is not among them takes the place of the last one in the loss. Where the draft does not have
+        it, the selector learns nothing.
         """
         leaving = self._parts(vectors)
         logits = BlockHead.logits(self.head, leaving, self.lm_head)  # as of DFlash
         served = self.head.candidates(logits.detach())
-        ids, places = with_tokens(served[0], step.tokens)
+        own = self.ids(step.tokens)
+        tokens = own.clamp_min(0)
+        ids, places = with_tokens(served[0], tokens)
         scores = (logits if self._teaches else logits.detach()).float().gather(1, ids)
         edges = self.head.candidate_selector.edges(leaving.added, ids, scores)
-        selecting = functional.cross_entropy(edges, places, reduction="none")
-        losses = distill(logits, step.target, step.tokens, loss) + self._weight * selecting
+        selecting = functional.cross_entropy(edges, places, reduction="none") * (own >= 0)
+        losses = distill(logits, step.target, tokens, loss) + self._weight * selecting
         return losses, self.head.selected(leaving.added.detach(), *served, logits.shape[1])
 
     def _parts(self, together: Tensor) -> Leaving:

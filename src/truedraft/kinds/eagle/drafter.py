@@ -10,14 +10,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from truedraft.core import transfers
-from truedraft.core.top_k import TopK
 from truedraft.core.tree import chain_shape
 from truedraft.drafters.heads.head import Head
-from truedraft.drafters.heads.layers import Attend, bits_for, copied, packed
+from truedraft.drafters.heads.layers import Attend, bits_for, copied, head_decoder, packed
 from truedraft.drafters.heads.levels import UNRECORDED_WINDOWS, LevelDrafter, LevelRunner, Tree
 from truedraft.drafters.heads.texts import READ_TOKENS
 from truedraft.drafters.tree_builder import DraftTree
@@ -25,10 +23,10 @@ from truedraft.kinds.eagle.module import Eagle3Head, PEagleHead
 from truedraft.models.attention import ForwardPlan, Scoring
 from truedraft.models.backends.graphs.heads import GraphPairs, Grow
 from truedraft.models.backends.graphs.replay import MOST_RECORDED_TOKENS, Outputs, Recorder
-from truedraft.models.backends.native.backend import NativePairs
+from truedraft.models.backends.native.heads import NativePairs
 from truedraft.models.base import LanguageModel, Segment
 from truedraft.models.cache import RequestCache
-from truedraft.models.llama import Llama, LlamaLayer, RootMeanSquareNorm, RotaryTable
+from truedraft.models.llama import RotaryTable
 
 
 class PairRunner(LevelRunner, ABC):
@@ -141,41 +139,8 @@ def _native(head: Eagle3Head, table: RotaryTable, bits: int) -> NativePairs | No
     if head.lm_head is None or config.sink:
         return None
 
-    def norm(module: nn.RMSNorm) -> RootMeanSquareNorm:
-        return RootMeanSquareNorm(module.weight.detach(), config.eps)
-
-    layers = []
     every: list[Any] = [head.midlayer, *head.layers.values()]
-    for layer, pattern in zip(every, config.patterns, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        layers.append(
-            LlamaLayer(
-                before_attention=norm(layer.input_layernorm),
-                qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
-                query_norm=norm(attention.q_norm) if config.query_norms else None,
-                key_norm=norm(attention.k_norm) if config.query_norms else None,
-                out=(attention.o_proj,),
-                before_mlp=norm(layer.post_attention_layernorm),
-                gate_up=(mlp.gate_proj, mlp.up_proj),
-                down=(mlp.down_proj,),
-                activation=functional.silu,
-                heads=config.heads,
-                kv_heads=config.kv_heads,
-                head=config.head,
-                scaling=config.head**-0.5,
-                pattern=pattern,
-            )
-        )
-    llama = Llama(
-        embedding=head.norm.weight.detach()[None],  # a placeholder, never read
-        scale=1.0,
-        rotaries=(table,),
-        layers=tuple(layers),
-        norm=norm(head.norm),
-        lm_head=head.lm_head,
-        tied=False,
-        uniform=True,
-    )
+    llama = head_decoder(head, every, table, head.lm_head)
     if not NativePairs.fits(llama):
         return None
     made = NativePairs(
@@ -267,10 +232,6 @@ class Eagle3(PairDrafter[Eagle3Head, Eagle3Runner]):
         if target.device.type == "cuda" and not self.head.config.recordable:
             self._unrecorded(UNRECORDED_WINDOWS)
         return Eagle3Runner(self.head, target, before=self._replaced(target))
-
-    def _likeliest(self, logits: Tensor, count: int) -> TopK:
-        native = self._running[0].native
-        return super()._likeliest(logits, count) if native is None else native.likeliest_of(logits, count)
 
 
 class PEagle(Eagle3):

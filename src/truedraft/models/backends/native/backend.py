@@ -1,4 +1,4 @@
-"""A packed forward as one call of the native library, of tokens or of pairs as EAGLE-3 heads read them."""
+"""A packed forward as one call of the native library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,8 @@ _MOST_HEAD = 256
 _GATES = {"silu": 2, "gelu": 3, "clipped": 4}  # kinds of decoder.c
 _MOST_COPY_SHARE = 0.7  # most bytes of a copy with fewer bits, as a fraction of those of its weights
 _NOTHING = torch.empty(0)
+OwnSlots: TypeAlias = tuple[Tensor, Tensor]
+"""`[rows + 1]` starts into a list of the uncommitted slots that each row of a segment sees, both int32."""
 
 
 class NativeBackend(Backend):
@@ -179,43 +181,62 @@ class NativeBackend(Backend):
         twin._lm_head = NativeLmHead(self._library, twin._model, self._dtype, self._scratch)
         return twin
 
-    def run(self, plan: ForwardPlan, layers: Sequence[int], pairs: Sequence[int] = ()) -> tuple[Tensor, ...]:
-        """See `Backend`; `pairs` are the last fields of `CBatch`, for a model that reads pairs instead of tokens."""
+    def run(self, plan: ForwardPlan, layers: Sequence[int]) -> tuple[Tensor, ...]:
+        return self._run(plan, layers)
+
+    def _run(
+        self, plan: ForwardPlan, layers: Sequence[int], inputs: Sequence[int | None] = (), own: OwnSlots | None = None
+    ) -> tuple[Tensor, ...]:
+        """`run`, of what is read instead of tokens, the last fields of `CBatch`, with what rows see of their segment.
+
+        By default, they see their path.
+        """
+        requested, shown = len(plan.rows), sorted(set(layers))
+        vectors = torch.empty(len(shown), requested, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
+        with self._batch(plan, shown, vectors, inputs, own) as (batch, scratch, threads):
+            logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
+            hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
+            refused = self._forward(
+                ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
+                ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
+            )  # fmt: skip
+        self._refuse(refused, batch.total)
+        seen = dict(zip(shown, vectors, strict=True))
+        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
+        return logits, hidden, *(seen[layer] for layer in layers)
+
+    @contextmanager
+    def _batch(
+        self,
+        plan: ForwardPlan,
+        shown: Sequence[int],
+        vectors: Tensor,
+        inputs: Sequence[int | None],
+        own: OwnSlots | None = None,
+    ) -> Iterator[tuple[CBatch, CScratch, int]]:
+        """A plan's structure, valid inside, with scratch memory and the number of threads that it has room for."""
         tokens = plan.tokens
         if tokens.dtype is not torch.int64 or not tokens.is_contiguous():  # such as a column of a matrix
             tokens = tokens.to(torch.int64).contiguous()
         total, requested = tokens.shape[1], plan.rows.shape[0]
-        positions = plan.positions[0]
         for table in self._rotaries:
             table.reach(plan.furthest)
         tables = (ctypes.c_void_p * len(self._rotaries))(*(each.table.data_ptr() for each in self._rotaries))
         first = self._first_visible(plan)
         shapes = ((part.segment.shape, part.segment.written) for part in plan.segments)
         # Kept alive: `_own_slots` may evict them.
-        trees = [None if shape.is_chain else _own_slots(shape, written) for shape, written in shapes]
+        trees = [own or (None if shape.is_chain else _own_slots(shape, written)) for shape, written in shapes]
         segments = (CSegment * len(trees))(*map(self._segment, plan.segments, trees))
         keys = max(min(part.length, CHUNK) + len(part.segment.shape) for part in plan.segments)
         chunks = max((part.length + len(part.segment.shape)) // CHUNK + 1 for part in plan.segments)
-        shown = sorted(set(layers))
         numbers = (ctypes.c_int64 * len(shown))(*shown)
-        vectors = torch.empty(len(shown), requested, self._width, dtype=self._dtype, device=_CPU) if shown else _NOTHING
         batch = CBatch(
-            total, len(segments), requested, tokens.data_ptr(), positions.data_ptr(), plan.rows.data_ptr(),
+            total, len(segments), requested, tokens.data_ptr(), plan.positions[0].data_ptr(), plan.rows.data_ptr(),
             ctypes.addressof(tables), first.data_ptr(), segments,
-            len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *pairs,
+            len(shown), ctypes.addressof(numbers), vectors.data_ptr(), *inputs,
         )  # fmt: skip
-        logits = torch.empty(requested, -(-self._vocab // UNIT) * UNIT, dtype=self._dtype, device=_CPU)
-        hidden = torch.empty(requested, self._width, dtype=self._dtype, device=_CPU)
         threads = forward_threads()  # once: torch's number may change in between
-        scratch = self._scratch_for(max(total, requested), keys, chunks, threads)
-        refused = self._forward(
-            ctypes.byref(self._model), ctypes.byref(batch), ctypes.byref(scratch),
-            ctypes.c_void_p(logits.data_ptr()), ctypes.c_void_p(hidden.data_ptr()), threads,
-        )  # fmt: skip
-        self._refuse(refused, total)
-        seen = dict(zip(shown, vectors, strict=True))
-        logits = logits if logits.shape[1] == self._vocab else logits[:, : self._vocab]
-        return logits, hidden, *(seen[layer] for layer in layers)
+        yield batch, self._scratch_for(max(total, requested), keys, chunks, threads), threads
 
     @property
     def draws_chains(self) -> bool:  # type: ignore[override]
@@ -292,7 +313,7 @@ class NativeBackend(Backend):
         first = [[max(0, first) for part in plan.segments for first in part.first(each)] for each in self._patterns]
         return pad(torch.tensor(first, device=_CPU), (0, plan.positions.shape[1] - len(first[0])))
 
-    def _segment(self, part: SegmentPlan, own: tuple[Tensor, Tensor] | None) -> CSegment:
+    def _segment(self, part: SegmentPlan, own: OwnSlots | None) -> CSegment:
         segment = part.segment
         buffers = self._addresses(segment.cache)
         return CSegment(
@@ -471,8 +492,8 @@ def _experts(experts: Experts, weights: Weights) -> tuple[CLinear, CLinear, CLin
 
 
 @lru_cache(maxsize=1024)
-def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
-    """The uncommitted slots that each new node sees: `[new + 1]` starts into a list of slots, both int32.
+def _own_slots(shape: TreeShape, written: int) -> OwnSlots:
+    """The uncommitted slots that each new node sees.
 
     Worked example: parents (-1, 0, 0, 2) with nothing written give starts 0, 1, 3, 5, 8 into 0, 0, 1, 0, 2, 0, 2, 3.
     """
@@ -482,63 +503,3 @@ def _own_slots(shape: TreeShape, written: int) -> tuple[Tensor, Tensor]:
         starts.append(starts[-1] + len(path))
     slots = [node for path in paths for node in path]
     return torch.tensor(starts, dtype=torch.int32, device=_CPU), torch.tensor(slots, dtype=torch.int32, device=_CPU)
-
-
-class NativePairs(NativeBackend):
-    """Runs such a decoder by decoder.c, from its own weights, which are freed.
-
-    `llama` is a decoder that `fits`. Its first layer's norm is that of embeddings, and the attention of that layer
-    reads rows of twice the width: embedding and vector, both normed. Its embedding is not read. All norms have one eps.
-    `merge` maps the concatenated vectors of several observed layers, normed by `part_norms` (of equal widths; empty in
-    most heads), to one vector, which `vector_norm` norms. If `normed_stream`, the residual stream begins with normed
-    vectors; if `normed_end`, the output vectors are those after the last norm.
-    """
-
-    def __init__(
-        self,
-        llama: Llama,
-        merge: nn.Linear,
-        part_norms: Sequence[Tensor],
-        vector_norm: Tensor,
-        *,
-        normed_stream: bool,
-        normed_end: bool,
-    ) -> None:
-        super().__init__(llama, max(merge.in_features, 2 * merge.out_features))
-        model, weights = self._model, self._weights
-        model.merge = weights.linear([merge.weight], None)
-        release(merge)
-        if part_norms:
-            model.part_norms, model.part = weights.keep(torch.cat(list(part_norms))), len(part_norms[0])
-        model.vector_norm, model.normed_stream = weights.keep(vector_norm), normed_stream
-        self._shown = [] if normed_end else [self.shown_layers - 1]
-
-    def quantize(self, bits: int) -> None:
-        super().quantize(bits)
-        model, weights = self._model, self._weights
-        before = model.merge.weights
-        model.merge = weights.quantized(model.merge, bits)
-        weights.free({before})
-
-    def run_pairs(self, plan: ForwardPlan, embedded: Tensor, vectors: Tensor, observed: bool) -> tuple[Tensor, Tensor]:
-        """Run a plan with embeddings `[total, width]` instead of tokens.
-
-        Vectors `[total, width]` are outputs of this method, or, if `observed`, the target's layers' concatenated.
-        Returns at the plan's rows the end of the residual stream `[rows, width]`, normed or not, and logits `[rows,
-        ids]`.
-        """
-        embedded, vectors = embedded.contiguous(), vectors.contiguous()
-        pairs = embedded.data_ptr(), vectors.data_ptr(), observed
-        logits, *outputs = self.run(plan, self._shown, pairs)
-        return outputs[-1], logits
-
-    def likeliest_of(self, logits: Tensor, count: int) -> TopK:
-        rows, vocab = logits.shape
-        if vocab % LANES:  # whole vectors are read, also of the last row
-            logits = pad(logits, (0, -vocab % LANES))
-        values = torch.empty(rows, count, dtype=torch.float32, device="cpu")
-        ids = torch.empty(rows, count, dtype=torch.int64, device="cpu")
-        numbers = map(ctypes.c_int64, (rows, logits.stride(0), vocab, count))
-        read, *written = (ctypes.c_void_p(each.data_ptr()) for each in (logits, values, ids))
-        self._library.truedraft_likeliest(read, *numbers, *written)
-        return TopK(ids, values)

@@ -54,6 +54,7 @@
 #define QUERIES (TILES ? 16 : TILE) /* most of them */
 #define CHUNK 256 /* positions that a query sees together, with a softmax of their own */
 #define WIDEST 256 /* entries of a head, at most */
+#define MOST_TAPS 8 /* rows that a convolution along a block reads, at most */
 #define SHARED 8 /* rows from which on inputs of products are made once for all threads, and attention is cut into pieces */
 #define PIECE (TILES ? 16 : 8) /* rows of such a piece; half as many where there are few, for both of two threads to have some */
 
@@ -198,6 +199,8 @@ typedef struct {
     Linear qkv, out, gate_up, down, router; /* gate_up: blocks of gate and up take turns; with experts those of the first, the others' behind */
     float attention_eps, mlp_eps, head_eps, after_attention_eps, after_mlp_eps, scaling;
     int64_t pattern, rotary; /* which of the batch's tables of first visible positions, and of rotations */
+    Linear attention_conv, mlp_conv; /* of blocks: corrections of their convolutions, see blocks.h */
+    const element *attention_kernel, *mlp_kernel; /* [2][taps][width]: what is corrected, before a part and behind it */
 } Layer;
 
 /* What all norms of a model do: `offset` is added to their weights, and numbers are rounded before these multiply them,
@@ -221,6 +224,7 @@ typedef struct {
     Linear merge;
     const element *part_norms, *vector_norm;
     int64_t part, normed_stream;
+    int64_t block, taps; /* of a model of blocks: rows of a block, and those that a convolution reads, or 0 */
 } Model;
 
 /* One request's share: rows start .. start + count - 1 behind `length` cached tokens and `written` uncommitted ones. */
@@ -228,7 +232,7 @@ typedef struct {
     int64_t start, count, length, written, capacity, coded;
     element *const *keys;   /* [layers]: [kv_heads, head, capacity]; where coded see codes.h */
     element *const *values; /* [layers]: [kv_heads, capacity, head] */
-    const int32_t *own_start, *own; /* of each row the uncommitted slots of its path; NULL in a chain */
+    const int32_t *own_start, *own; /* of each row the uncommitted slots of its path, or of its block; NULL in a chain */
 } Segment;
 
 typedef struct {
@@ -240,7 +244,7 @@ typedef struct {
     int64_t shown;         /* layers whose output is shown */
     const int64_t *layers; /* their numbers, rising */
     element *vectors;      /* [shown][wanted][width]: what they give */
-    const element *embedded, *before; /* [total][width]: of a model of pairs: embeddings of tokens, and the vectors beside them; or NULL */
+    const element *embedded, *before; /* [total][width]: of a model of pairs: embeddings of tokens, and the vectors beside them; of blocks: embeddings; or NULL */
     int64_t observed;                 /* whether the vectors are observed ones, [total][inputs of merge] */
 } Batch;
 
@@ -258,7 +262,7 @@ typedef struct {
     int64_t rows, keys, room, listed, found_room; /* room: of a thread's inputs; found_room: floats */
 } Scratch;
 
-enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, JOIN, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE };
+enum { STORE, ADD, GATE, GATE_GELU, GATE_CLIPPED, RESIDUAL, ATTEND, JOIN, READY, REMEMBER, REGARD, SETTLE, PICK, RANK, CHOOSE, MERGE, ENTER, LEAVE };
 
 /* Whether a layer of bfloat16 goes by AMX's tiles, whatever its rows are. */
 static int is_tiled(const Linear *l) { return BF16 && TILES && !l->bits && l->read % 32 == 0; }
@@ -961,6 +965,7 @@ static void rank(const Job *job, int64_t row) {
 }
 
 #include "experts.h"
+#include "blocks.h"
 
 static void compute_part(const Region *r, int64_t at, int64_t part, lanes (*sum)[SUMS]) {
     if (r->experts) return compute_experts(r, at, part, sum);
@@ -1065,6 +1070,8 @@ static void whole_unit(const Job *job, const Region *r, int64_t at, int me) {
         else if (r->kind == CHOOSE) choose_experts(job, r, w);
         else if (r->kind == MERGE) merge_experts(job, w);
         else if (r->kind == JOIN) join_all(job, r, w);
+        else if (r->kind == ENTER) enter_part(job, r, w, me);
+        else if (r->kind == LEAVE) leave_part(job, r, w);
         else attention(job, r, w, me);
 }
 
@@ -1090,19 +1097,31 @@ static void of_experts(Region *r, const Model *m, const Linear *l, int kind, con
     r->experts = m->experts, r->chosen = m->chosen, r->slots_of_x = slots_of_x;
 }
 
-enum { QKV, MIX, JOINED, OUT, SETTLE_OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED, SETTLE_DOWN };
+enum { QKV, MIX, JOINED, OUT, SETTLE_OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED, SETTLE_DOWN, CORRECT, ENTERED, LEFT, CORRECT_MLP, ENTERED_MLP, LEFT_MLP };
 
-/* The steps of a layer; of one whose sums are normed before they are added to the stream; and of one with experts. Where
- * attention is not cut into chunks, nothing is joined. */
+/* The steps of a layer; of one whose sums are normed before they are added to the stream; of one with experts; and of one
+ * with convolutions. Where attention is not cut into chunks, nothing is joined. */
 static const int plain[] = {QKV, MIX, JOINED, OUT, GATE_UP, DOWN};
 static const int sandwich[] = {QKV, MIX, JOINED, OUT, SETTLE_OUT, GATE_UP, DOWN, SETTLE_DOWN};
 static const int routed[] = {QKV, MIX, JOINED, OUT, ROUTE, CHOSE, GATE_UP, DOWN, MERGED};
+static const int convolving[] = {CORRECT, ENTERED, QKV, MIX, JOINED, OUT, LEFT, CORRECT_MLP, ENTERED_MLP, GATE_UP, DOWN, LEFT_MLP};
 
 static const int *steps_of_a_layer(const Job *job, int64_t *count) {
     const Model *m = job->model;
-    const int *steps = m->experts ? routed : m->layer->after_attention ? sandwich : plain;
-    *count = (steps == routed ? sizeof routed : steps == sandwich ? sizeof sandwich : sizeof plain) / sizeof *steps - !job->chunks;
+    const int *steps = m->taps ? convolving : m->experts ? routed : m->layer->after_attention ? sandwich : plain;
+    const size_t size = m->taps ? sizeof convolving : steps == routed ? sizeof routed : steps == sandwich ? sizeof sandwich : sizeof plain;
+    *count = size / sizeof *steps - !job->chunks;
     return steps;
+}
+
+/* A convolution's rows, or the products that correct it. */
+static void of_convolution(Region *r, const Job *job, const Layer *l, int kind, int of_mlp) {
+    const Model *m = job->model;
+    const Linear *corrections = of_mlp ? &l->mlp_conv : &l->attention_conv;
+    if (kind == STORE) products(r, corrections, STORE, job->scratch.stream, job->stride, corrections_of(m, &job->scratch, 0), job->stride, job->batch.total);
+    else items(r, kind, l - m->layer, job->batch.total);
+    if (kind != STORE) r->linear = corrections, r->x = of_mlp ? l->mlp_kernel : l->attention_kernel;
+    r->norm = of_mlp ? l->before_mlp : l->before_attention, r->eps = of_mlp ? l->mlp_eps : l->attention_eps;
 }
 
 static void describe_forward(const Job *job, int64_t step, Region *r) {
@@ -1110,7 +1129,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     const Scratch *s = &job->scratch;
     int64_t steps;
     const int *of_a_layer = steps_of_a_layer(job, &steps);
-    const int64_t stride = job->stride, rows = job->batch.total, number = job->begin + step / steps, at = step % steps, which = at + (at >= JOINED && !job->chunks);
+    const int64_t stride = job->stride, rows = job->batch.total, number = job->begin + step / steps, at = step % steps, join = m->taps ? 4 : JOINED, which = at + (at >= join && !job->chunks);
     const Layer *l = m->layer + number;
     const int64_t least = number == m->layers - 1 ? job->least : 0, others = rows - least; /* behind attention */
     element *stream = s->stream + least * stride, *projected = s->projected + least * stride, *active = s->active + least * stride;
@@ -1124,7 +1143,7 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
     }
     switch (of_a_layer[which]) {
         case QKV:
-            if (job->batch.before && number == 0) { /* both norms are done */
+            if (m->taps || (job->batch.before && number == 0)) { /* norms are done */
                 products(r, &l->qkv, STORE, s->mixed, stride, s->projected, stride, rows);
                 break;
             }
@@ -1133,7 +1152,11 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
             break;
         case MIX: items(r, ATTEND, number, job->parts); break;
         case JOINED: items(r, JOIN, number, others * m->heads); break;
-        case OUT: products(r, &l->out, l->after_attention ? STORE : ADD, s->mixed + least * stride, stride, l->after_attention ? projected : stream, stride, others); break;
+        case OUT: {
+            const int apart = l->after_attention || m->taps;
+            products(r, &l->out, apart ? STORE : ADD, s->mixed + least * stride, stride, apart ? projected : stream, stride, others);
+            break;
+        }
         case SETTLE_OUT:
             items(r, SETTLE, number, rows);
             r->norm = l->after_attention, r->eps = l->after_attention_eps;
@@ -1151,18 +1174,27 @@ static void describe_forward(const Job *job, int64_t step, Region *r) {
                 of_experts(r, m, &l->gate_up, (int)m->gate, s->mixed, stride, m->chosen, s->between, rows);
                 break;
             }
-            products(r, &l->gate_up, (int)m->gate, stream, stride, active, stride, others);
-            r->norm = l->before_mlp, r->eps = l->mlp_eps;
+            products(r, &l->gate_up, (int)m->gate, m->taps ? s->mixed : stream, stride, active, stride, others);
+            if (!m->taps) r->norm = l->before_mlp, r->eps = l->mlp_eps;
             break;
         case DOWN:
             if (m->experts) of_experts(r, m, &l->down, STORE, s->between, m->spread, 1, s->given, rows);
-            else products(r, &l->down, l->after_mlp ? STORE : ADD, active, stride, l->after_mlp ? projected : stream, stride, others);
+            else {
+                const int apart = l->after_mlp || m->taps;
+                products(r, &l->down, apart ? STORE : ADD, active, stride, apart ? projected : stream, stride, others);
+            }
             break;
         case MERGED: items(r, MERGE, number, rows); break;
         case SETTLE_DOWN:
             items(r, SETTLE, number, rows);
             r->norm = l->after_mlp, r->eps = l->after_mlp_eps;
             break;
+        case CORRECT: of_convolution(r, job, l, STORE, 0); break;
+        case ENTERED: of_convolution(r, job, l, ENTER, 0); break;
+        case LEFT: of_convolution(r, job, l, LEAVE, 0); break;
+        case CORRECT_MLP: of_convolution(r, job, l, STORE, 1); break;
+        case ENTERED_MLP: of_convolution(r, job, l, ENTER, 1); break;
+        case LEFT_MLP: of_convolution(r, job, l, LEAVE, 1); break;
     }
     r->norms = m->norms;
     r->far = far;
@@ -1180,6 +1212,25 @@ static void describe_shared(const Job *job, int64_t step, Region *r) {
 
 static void describe_merge(const Job *job, int64_t step, Region *r) {
     products(r, &job->model->merge, STORE, job->scratch.mixed, job->stride, job->scratch.stream, job->stride, job->batch.total);
+}
+
+/* What blocks see of a text: each layer's keys and values of the merged vectors, which are normed. */
+static void describe_context(const Job *job, int64_t step, Region *r) {
+    const Model *m = job->model;
+    const int64_t number = (step - 1) / 2;
+    if (step == 0) return describe_merge(job, step, r);
+    if (step % 2 == 0) return items(r, REMEMBER, number, job->pieces);
+    products(r, &m->layer[number].qkv, STORE, job->scratch.stream, job->stride, job->scratch.projected, job->stride, job->batch.total);
+    r->norm = m->vector_norm, r->eps = m->eps, r->norms = m->norms;
+}
+
+/* Reads observed vectors of texts into the caches, which blocks then see. */
+void truedraft_context(const Model *m, const Batch *b, const Scratch *scratch, int threads) {
+    const int64_t wide = m->merge.inputs;
+    for (int64_t t = 0; t < b->total; t++) memcpy(scratch->mixed + t * m->stride, b->before + t * wide, wide * sizeof *b->before);
+    Job job = {.describe = describe_context, .steps = 1 + 2 * m->layers, .stride = m->stride, .piece = PIECE, .model = m, .scratch = *scratch, .batch = *b};
+    for (int64_t i = 0; i < b->segments; i++) job.pieces += pieces_of(b->segment + i, PIECE) * m->kv_heads;
+    run_together(&job, threads);
 }
 
 /* Puts rows' vectors where the residual stream begins, and their pairs, normed and side by side, where the first layer's
@@ -1205,18 +1256,20 @@ static void begin_pairs(const Model *m, const Batch *b, const Scratch *scratch, 
 
 /* Returns 0; or, with nothing computed, 1 where a token is not in the embedding and 2 where a wanted row is not there. */
 int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, element *logits, element *hidden, int threads) {
-    for (int64_t t = 0; t < b->total && !b->before; t++)
+    for (int64_t t = 0; t < b->total && !b->embedded; t++)
         if (b->tokens[t] < 0 || b->tokens[t] >= m->embedded) return 1;
     for (int64_t r = 0; r < b->wanted; r++)
         if (b->rows[r] < 0 || b->rows[r] >= b->total) return 2;
     if (b->before) begin_pairs(m, b, scratch, threads);
+    else if (b->embedded)
+        for (int64_t t = 0; t < b->total; t++) memcpy(scratch->stream + t * m->stride, b->embedded + t * m->width, m->width * sizeof(element));
     else for (int64_t t = 0; t < b->total; t++) {
         element *row = scratch->stream + t * m->stride;
         if (m->coded.bits) decode_row(&m->coded, b->tokens[t], row);
         else memcpy(row, m->embedding + b->tokens[t] * m->width, m->width * sizeof(element));
         if (m->scale != 1.0f) for (int64_t i = 0; i < m->width; i += LANES) store(row + i, load(row + i) * m->scale);
     }
-    int64_t least = m->experts ? 0 : b->total;
+    int64_t least = m->experts || m->taps ? 0 : b->total; /* convolutions read rows that are not wanted */
     for (int64_t r = 0; r < b->wanted; r++) least = b->rows[r] < least ? b->rows[r] : least;
     const int shared = threads > 1 && b->total >= SHARED && !m->experts; /* the caller's own inputs, of experts, lie where those of all threads do */
     const int64_t piece = !shared ? INT64_MAX / 2 : b->total < 4 * PIECE ? PIECE / 2 : PIECE;
@@ -1236,7 +1289,7 @@ int truedraft_forward(const Model *m, const Batch *b, const Scratch *scratch, el
     steps_of_a_layer(&job, &steps);
     for (int64_t i = 0; i <= b->shown; i++) { /* up to each layer that is shown, then to the end */
         const int64_t end = i < b->shown ? b->layers[i] + 1 : m->layers;
-        job.steps = ((end - job.begin) * steps + (i == b->shown && b->wanted ? 2 : 0)) * (1 + shared);
+        job.steps = ((end - job.begin) * steps + (i == b->shown && b->wanted ? 1 + (m->lm_head.outputs > 0) : 0)) * (1 + shared);
         if (job.steps) run_together(&job, threads);
         job.begin = end;
         for (int64_t r = 0; i < b->shown && r < b->wanted; r++)

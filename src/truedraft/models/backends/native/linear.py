@@ -160,6 +160,10 @@ class NativeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._product.logits(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
+    def likeliest(self, x: Tensor, count: int, vocab: int) -> TopK:
+        """The likeliest `[rows, count]` of the first `vocab` outputs, as logits, of `[rows, in]`."""
+        return self._product.likeliest(x, count, vocab, 1.0)
+
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + x W^T + b`; `residual` is `[..., out]`."""
         return residual + self(x)
@@ -193,6 +197,23 @@ def native_linears(found: Iterable[object], bits: int, dtype: torch.dtype) -> Ma
     stride = max((-(-max(_shape(source)) // UNIT) * UNIT for source in sources), default=UNIT)
     scratch = Scratch(built(dtype).library, dtype, stride)
     return {each: NativeLinear(each, bits, scratch, stride) for each in sources}
+
+
+def likeliest_of(logits: Tensor, count: int) -> TopK:
+    """The likeliest of distributions given by logits `[rows, vocab]`, natively if that is possible."""
+    library = built(logits.dtype).library if logits.device.type == "cpu" else None
+    if library is None:
+        return TopK.of(logits, count)
+    rows, vocab = logits.shape
+    # Whole vectors are read, also of the last row.
+    logits = pad(logits, (0, -vocab % LANES)) if vocab % LANES else logits
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    values = torch.empty(rows, count, dtype=torch.float32, device=_CPU)
+    ids = torch.empty(rows, count, dtype=torch.int64, device=_CPU)
+    numbers = map(ctypes.c_int64, (rows, logits.stride(0), vocab, count))
+    read, *written = (ctypes.c_void_p(each.data_ptr()) for each in (logits, values, ids))
+    library.truedraft_likeliest(read, *numbers, *written)
+    return TopK(ids, values)
 
 
 def _shape(source: Source) -> tuple[int, int]:

@@ -310,7 +310,7 @@ def _huge(count: int, dtype: torch.dtype) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count)
+    return torch.frombuffer(memory, dtype=dtype)[:count]
 
 
 class Scratch:
