@@ -202,6 +202,8 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "certify engine": [
         ("http://127.0.0.1:9", "127.0.0.1:9"),
         ("nonsense", "'nonsense' is no address; give one such as http://127.0.0.1:8000"),
+        ("ftp://127.0.0.1:8000", "'ftp://127.0.0.1:8000' is no address"),
+        ("http://", "'http://' is no address"),
         ("http://127.0.0.1:9 --process a:b", "two things to certify"),
         ("", "URL names what is certified, or --process MODULE:FUNCTION does; give one"),
         ("http://127.0.0.1:9 http://127.0.0.1:9", "unexpected extra argument"),

@@ -198,7 +198,11 @@ def test_one_layer_alone_gives_what_the_products_give(made: str, bits: int, dtyp
     assert list(fewer) == [source], "and others are left as they are"
     x = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
     bias = torch.nn.functional.pad(torch.arange(101).to(dtype).float(), (0, 27))
-    expected = quantized_head(layer.weight.detach(), bits, bias)[0].logits(x.flatten(0, 1)).view(2, 3, 101)
+    expected, without = (
+        quantized_head(layer.weight.detach(), bits, each)[0].logits(x.flatten(0, 1)).view(2, 3, 101)
+        for each in (bias, None)
+    )
+    torch.testing.assert_close(expected, without + bias[:101].to(dtype))
     assert fewer[source](x).equal(expected)
     assert fewer[source].plus(x, torch.ones_like(expected)).equal(expected + 1)
     assert fewer[source].weight_bytes == fewer[source]._weights._kept[-1].nbytes

@@ -77,7 +77,7 @@ NEAR, APART = (3, 4, 0.01), (3, 4, 2.0)
         ({1: NEAR, 2: APART}, {1: (4, 3, 0.01), 2: APART}, "raw", Status.HOLDS, {"near_ties": 1}),
         ({1: NEAR, 2: APART}, {1: NEAR, 2: (4, 3, 2.0)}, "raw", Status.FAILS, {"same": 1}),
         # What is dropped shifts no other.
-        ({1: APART, 2: APART}, {1: None, 2: APART}, "raw", Status.HOLDS, {"same": 1}),
+        ({1: APART, 2: (5, 6, 2.0)}, {1: None, 2: (5, 6, 2.0)}, "raw", Status.HOLDS, {"same": 1}),
         # The end itself has no log-probabilities; going on has.
         ({1: NEAR}, {1: ()}, "raw", Status.HOLDS, {"near_ties": 1}),
         ({1: ()}, {1: APART}, "raw", Status.FAILS, {"near_ties": 0}),
@@ -97,6 +97,7 @@ def test_greedy_answers_part_at_near_ties_alone(
     [
         (Reply((0, 1), "ab", "stop"), (), 0),
         (Reply((0, 1, 2), None, "length"), (), 1),  # goes on past it
+        (Reply((0, 1, 2, 3), "abcd", "length"), (), 1),
         (Reply((0,), "a", "stop"), (), 1),  # ends before it
         (Reply((0,), "a", "stop"), (5,), 0),  # which an end of text may do
         (Reply((0,), "a", "length"), (), 0),

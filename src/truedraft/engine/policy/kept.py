@@ -42,7 +42,7 @@ STEPS = 50
 LITTLE_DOUBT = 0.1
 """Doubt up to which a measurement is final; one in more doubt is used until there is a better one."""
 _DOUBTED = 2.0  # doubt of a measurement that steps parted from
-_FORMAT = 4  # earlier ones hold draft models that drafted level by level
+_FORMAT = 5  # earlier ones hold block drafters that ran module by module
 _REST_S = 60.0
 _ALIKE = 1.15
 _PARTED = 0.15
