@@ -175,7 +175,7 @@ class TreeBuilder(DraftTree):
         return len(self.tokens) - 1
 
     def extends(self, level: int, probability: float) -> bool:
-        """Whether a chain goes on below its token at a level, of this probability; asked once for each, in order."""
+        """Whether a chain goes on below its token at a level, of this probability; call it once for each, in order."""
         goes_on = not self.budget.looks or self._continues(level - 1, probability)
         return goes_on and level + 1 < self.levels
 
@@ -210,7 +210,7 @@ class TreeBuilder(DraftTree):
     def take_chain(self, tokens: Tensor, probs: Tensor | None, confidence: Sequence[float] = ()) -> None:
         """Take `[drawn]` tokens, at least the budget on a device, drawn from `[drawn, vocab]`; None: one-hot.
 
-        `confidence`: the drafter's probabilities of the tokens, where `extends`, which ends a chain, was not asked.
+        `confidence`: the drafter's probabilities of the tokens, where `extends`, which ends a chain, was not called.
         """
         depth, kind = len(self._confidence) or min(self.levels, len(tokens)), self.drawing.kind
         draws = [(Draw(node, -1 if probs is None else node, kind),) for node in range(depth)]
@@ -415,7 +415,7 @@ def draw_chains(
             `[chains, levels]`; returns tokens `[chains, levels]` and distributions `[chains, levels, vocab]`, None:
             one-hot.
         numbers_of: `TreeBuilder.chain_numbers`, for chains of fixed length; `host_numbers`, for a `run` that reads
-            tokens and has asked `TreeBuilder.extends`.
+            tokens and calls `TreeBuilder.extends`.
     """
     alike: dict[Choose, list[tuple[TreeBuilder, Sequence[Sequence[float]]]]] = {}
     for builder in builders:

@@ -7,14 +7,14 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from truedraft.drafters.tree_builder import TreeBuilder
 from truedraft.errors import CompositionError
 from truedraft.kinds.block.drafter import BlockDrafter, BlockRunner
 from truedraft.kinds.dflash2.module import DFlash2Head
 from truedraft.models.backends.graphs.replay import Outputs
-from truedraft.models.backends.native.linear import NativeLinear
+from truedraft.models.backends.native.linear import likeliest_of
 from truedraft.models.base import Choose, LanguageModel
 from truedraft.models.lm_head import LogitFinish
 
@@ -34,14 +34,8 @@ class DFlash2Runner(BlockRunner):
         return self.head.config.draft_vocab or self._target.vocab_size
 
     def _candidates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        own: nn.Module | None = self.head.lm_head
-        count = min(self.head.config.candidates, self.guessed)
-        if own is None:
-            top = self._target.likeliest(x, count)
-        elif isinstance(own, NativeLinear):
-            top = own.likeliest(x, count, self.guessed)
-        else:
-            return self.head.candidates(own(x)[:, : self.guessed])
+        own, count = self.head.lm_head, min(self.head.config.candidates, self.guessed)
+        top = self._target.likeliest(x, count) if own is None else likeliest_of(own(x)[:, : self.guessed], count)
         return top.ids, top.log_probs
 
     @torch.inference_mode()
@@ -87,7 +81,7 @@ class DFlash2(BlockDrafter[DFlash2Head]):
     def _draw_levels(
         self, choose: Choose, chains: Sequence[TreeBuilder], numbers: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, Sequence[float], Tensor | None]]:
-        """As of `BlockDrafter`, among candidates alone: all logits that a chain may need are computed together."""
+        """As of `BlockDrafter`, over the candidates only: all logits that a chain may need are computed together."""
         runner, names = cast(DFlash2Runner, self._running[0]), None if self._ids is None else self._ids.ids
         slots, anchors = self._slots_after(chains)
         edges, ids = runner.edges(slots, anchors, names).numpy(), slots[1]

@@ -160,10 +160,6 @@ class NativeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._product.logits(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
-    def likeliest(self, x: Tensor, count: int, vocab: int) -> TopK:
-        """The likeliest `[rows, count]` of the first `vocab` outputs, as logits, of `[rows, in]`."""
-        return self._product.likeliest(x, count, vocab, 1.0)
-
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + x W^T + b`; `residual` is `[..., out]`."""
         return residual + self(x)
