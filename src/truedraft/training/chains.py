@@ -25,7 +25,7 @@ from truedraft.models.llama import RotaryTable
 from truedraft.models.lm_head import LmHead
 from truedraft.models.loading import load_model
 from truedraft.options import check_whole
-from truedraft.training.evaluate import EngineRound
+from truedraft.training.evaluate import EngineRound, predicted
 from truedraft.training.head_config import Calibrated, HeadTrainingConfig, OnWork, Split
 from truedraft.training.loop import TrainingLoop
 from truedraft.training.losses import DistillationLoss, distill, gradient_in_chunks, loss_from_spec
@@ -129,10 +129,14 @@ class ChainTrainingConfig(LayerHeadOptions, ChainRunOptions, HeadTrainingConfig)
         served = head.to(torch.bfloat16)
         lengths = sorted({*(each for each in _LENGTHS if each < self.length), self.length})
         rounds = []
-        for temperature in TREE_TEMPERATURES.values():
-            for length in lengths:
+        for number, temperature in enumerate(TREE_TEMPERATURES.values()):
+            on_progress("predicting", number, len(TREE_TEMPERATURES))
+            longest = self.drafter(served, num_speculative_tokens=self.length)
+            found = predicted(target, text, temperature, longest, lengths)
+            for length, promised in itertools.zip_longest(lengths, found):
                 chain = partial(self.drafter, served, num_speculative_tokens=length)
-                rounds.append(EngineRound(temperature, chain, {"num_speculative_tokens": length}))
+                about = {"num_speculative_tokens": length, "promised": promised.value if promised else None}
+                rounds.append(EngineRound(temperature, chain, about))
             tree = partial(self.drafter, served, num_speculative_tokens=self.length, nodes=_NODES)
             rounds.append(EngineRound(temperature, tree, {"nodes": _NODES}))
         return Calibrated(facts, rounds)

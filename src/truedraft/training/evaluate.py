@@ -195,9 +195,9 @@ def measure_in_engine(
 
 
 def predicted(
-    target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter
-) -> Interval | None:
-    """Tokens per target call along the answers at a temperature; None where none has a second token.
+    target: LanguageModel, text: SelfDistillationData, temperature: float, drafter: Drafter, budgets: Sequence[int]
+) -> list[Interval]:
+    """Tokens per target call along the answers at a temperature, by budget; empty where none has a second token.
 
     The drafter must not run elsewhere during the call. Raises CompositionError if it does not fit the target,
     OptionError if its acceptance cannot be predicted.
@@ -206,13 +206,13 @@ def predicted(
     records = [each for each in text.records if each.temperature == temperature and len(each.answer) > 1]
     chosen = [(each.prompt, each.answer, each.stopped) for each in records]
     params = SamplingParams(max_tokens=target.context_length, temperature=temperature)
-    tokens, calls = [], []
+    tokens, calls = list[float](), list[Sequence[float]]()
     for first in range(0, len(chosen), _WALKED):
         traces = traces_of_answers(target, chosen[first : first + _WALKED], params, [drafter])
         for walk in walk_along(drafter, target, traces):
             tokens.append(float(walk.tokens))
-            calls.append(float(walk.steps([drafter.limits.nodes]).calls[0]))
-    return ratio_over_prompts(tokens, calls) if calls else None
+            calls.append(walk.steps(budgets).calls.tolist())
+    return [ratio_over_prompts(tokens, each) for each in zip(*calls, strict=True)]
 
 
 def _answer(

@@ -405,8 +405,9 @@ def judge(
             about = dict(each.about)
             if "promised" not in about:
                 job.follow("predicting", number, number + 1)
-                found = predicted(target, text, each.temperature, each.new_drafter())
-                about["promised"] = None if found is None else found.value
+                drafter = each.new_drafter()
+                found = predicted(target, text, each.temperature, drafter, [drafter.limits.nodes])
+                about["promised"] = found[0].value if found else None
             rounds.append(replace(each, about=about))
         return calibrated, rounds
 

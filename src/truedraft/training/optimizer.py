@@ -8,8 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from truedraft.machine import has_bfloat16
 
 _WARMUP_STEPS = 20
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_QUINTIC_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,46 @@ class OptimizerConfig:
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with updates of AdamW's size (2502.16982, section 2.2), as `torch.optim.Muon` computes it, but in float32 on
+    devices without bfloat16 products, which emulate them in a hundred times the time.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                mean = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+                update = orthogonalized(matrix.grad.lerp(mean, group["momentum"]))  # Nesterov
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+def orthogonalized(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The matrix with singular values near 1 (about 0.7 to 1.2), by the quintic Newton-Schulz iteration of Muon.
+
+    `dtype` is that of the products, by default bfloat16 where the device multiplies it.
+    """
+    if dtype is None:
+        dtype = torch.bfloat16 if has_bfloat16(matrix.device) else torch.float32
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    first, third, fifth = _QUINTIC
+    for _ in range(_QUINTIC_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+    return x.T if tall else x
 
 
 class MixedOptimizer:
@@ -37,9 +82,7 @@ class MixedOptimizer:
         self._clip_norm = config.clip_norm
         self._optimizers: list[torch.optim.Optimizer] = []
         if matrices:
-            decay, momentum = config.matrix_weight_decay, config.momentum
-            muon = torch.optim.Muon(matrices, config.matrix_rate, decay, momentum, adjust_lr_fn="match_rms_adamw")
-            self._optimizers.append(muon)
+            self._optimizers.append(Muon(matrices, config.matrix_rate, config.matrix_weight_decay, config.momentum))
         if others:
             adam = torch.optim.AdamW(others, lr=config.vector_rate, betas=config.betas, weight_decay=0.0)
             self._optimizers.append(adam)
